@@ -1,0 +1,18 @@
+//! Fused transformer operators that run at memory speed, forward and backward.
+
+mod dtype;
+mod error;
+pub mod ops;
+pub mod reference;
+mod simd;
+mod view;
+
+pub use dtype::{DType, Element, Real};
+pub use error::{Error, Result};
+pub use ops::act::Act;
+pub use ops::cosine::Cosine;
+pub use ops::normalize::{GatePosition, Normalize, WeightForm};
+pub use ops::rotate::{FusedAct, Pairing, Partial, Positions, Rotate};
+pub use ops::softmax::Softmax;
+pub use simd::{Isa, isa, with_isa};
+pub use view::{MAX_RANK, View, ViewMut};

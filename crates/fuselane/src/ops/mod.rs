@@ -1,0 +1,9 @@
+//! The operators: for each one file with its formula, options, checks, forward, backward and
+//! tests.
+
+pub mod act;
+pub mod cosine;
+pub mod normalize;
+pub mod rotate;
+pub mod softmax;
+pub mod theta;

@@ -1,0 +1,1 @@
+//! Each operator again, in plain scalar f64.

@@ -1,0 +1,347 @@
+//! AVX2 + FMA + F16C: sixteen f32 in two registers.
+//!
+//! `Avx2<false>` holds elements 0..8 in the first register and 8..16 in the second; it serves f32
+//! and f16. `Avx2<true>` holds the elements of even index in the first and those of odd index in
+//! the second; it serves bf16, which is then widened by a shift or a mask and packed by a blend,
+//! without a shuffle.
+
+use std::arch::x86_64::*;
+
+use half::{bf16, f16};
+
+use super::{F32Lanes, Lanes, Memory};
+
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2<const SPLIT: bool>(__m256, __m256);
+
+/// Calls an intrinsic.
+///
+/// SAFETY of every use: the lanes of this file are only made by kernels that `super::run` enters
+/// after `Isa::Avx2` was found available, so the CPU has AVX2, FMA and F16C. Intrinsics that
+/// touch memory are used under the pointer promises of their caller.
+macro_rules! x86 {
+    ($($call:tt)*) => {{
+        #[allow(clippy::undocumented_unsafe_blocks)]
+        unsafe { $($call)* }
+    }};
+}
+
+impl<const SPLIT: bool> Lanes for Avx2<SPLIT> {
+    type Real = f32;
+    type Mask = (__m256, __m256);
+    const N: usize = 16;
+
+    #[inline(always)]
+    fn splat(value: f32) -> Self {
+        let v = x86!(_mm256_set1_ps(value));
+        Self(v, v)
+    }
+    #[inline(always)]
+    unsafe fn load_raw(p: *const f32) -> Self {
+        x86!(Self(_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))))
+    }
+    #[inline(always)]
+    unsafe fn store_raw(self, p: *mut f32) {
+        x86!({
+            _mm256_storeu_ps(p, self.0);
+            _mm256_storeu_ps(p.add(8), self.1);
+        })
+    }
+    #[inline(always)]
+    fn add(self, other: Self) -> Self {
+        x86!(Self(_mm256_add_ps(self.0, other.0), _mm256_add_ps(self.1, other.1)))
+    }
+    #[inline(always)]
+    fn sub(self, other: Self) -> Self {
+        x86!(Self(_mm256_sub_ps(self.0, other.0), _mm256_sub_ps(self.1, other.1)))
+    }
+    #[inline(always)]
+    fn mul(self, other: Self) -> Self {
+        x86!(Self(_mm256_mul_ps(self.0, other.0), _mm256_mul_ps(self.1, other.1)))
+    }
+    #[inline(always)]
+    fn div(self, other: Self) -> Self {
+        x86!(Self(_mm256_div_ps(self.0, other.0), _mm256_div_ps(self.1, other.1)))
+    }
+    #[inline(always)]
+    fn max(self, other: Self) -> Self {
+        x86!(Self(_mm256_max_ps(self.0, other.0), _mm256_max_ps(self.1, other.1)))
+    }
+    #[inline(always)]
+    fn neg(self) -> Self {
+        x86!({
+            let sign = _mm256_set1_ps(-0.0);
+            Self(_mm256_xor_ps(self.0, sign), _mm256_xor_ps(self.1, sign))
+        })
+    }
+    #[inline(always)]
+    fn abs(self) -> Self {
+        x86!({
+            let sign = _mm256_set1_ps(-0.0);
+            Self(_mm256_andnot_ps(sign, self.0), _mm256_andnot_ps(sign, self.1))
+        })
+    }
+    #[inline(always)]
+    fn mul_add(self, factor: Self, term: Self) -> Self {
+        x86!(Self(
+            _mm256_fmadd_ps(self.0, factor.0, term.0),
+            _mm256_fmadd_ps(self.1, factor.1, term.1)
+        ))
+    }
+    #[inline(always)]
+    fn neg_mul_add(self, factor: Self, term: Self) -> Self {
+        x86!(Self(
+            _mm256_fnmadd_ps(self.0, factor.0, term.0),
+            _mm256_fnmadd_ps(self.1, factor.1, term.1)
+        ))
+    }
+    #[inline(always)]
+    fn lt(self, other: Self) -> Self::Mask {
+        x86!((
+            _mm256_cmp_ps::<_CMP_LT_OQ>(self.0, other.0),
+            _mm256_cmp_ps::<_CMP_LT_OQ>(self.1, other.1)
+        ))
+    }
+    #[inline(always)]
+    fn le(self, other: Self) -> Self::Mask {
+        x86!((
+            _mm256_cmp_ps::<_CMP_LE_OQ>(self.0, other.0),
+            _mm256_cmp_ps::<_CMP_LE_OQ>(self.1, other.1)
+        ))
+    }
+    #[inline(always)]
+    fn is_nan(self) -> Self::Mask {
+        x86!((
+            _mm256_cmp_ps::<_CMP_UNORD_Q>(self.0, self.0),
+            _mm256_cmp_ps::<_CMP_UNORD_Q>(self.1, self.1)
+        ))
+    }
+    #[inline(always)]
+    fn select(mask: Self::Mask, yes: Self, no: Self) -> Self {
+        x86!(Self(_mm256_blendv_ps(no.0, yes.0, mask.0), _mm256_blendv_ps(no.1, yes.1, mask.1)))
+    }
+    #[inline(always)]
+    fn any(mask: Self::Mask) -> bool {
+        x86!(_mm256_movemask_ps(_mm256_or_ps(mask.0, mask.1)) != 0)
+    }
+    #[inline(always)]
+    fn swap_pairs(self) -> Self {
+        if SPLIT {
+            return Self(self.1, self.0);
+        }
+        x86!(Self(_mm256_permute_ps::<0xB1>(self.0), _mm256_permute_ps::<0xB1>(self.1)))
+    }
+    #[inline(always)]
+    fn reduce_add(self) -> f32 {
+        x86!({
+            let eight = _mm256_add_ps(self.0, self.1);
+            let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+        })
+    }
+    #[inline(always)]
+    fn reduce_max(self) -> f32 {
+        let eight = Self(self.0, self.0).max_nan(Self(self.1, self.1)).0;
+        let half = x86!(_mm256_permute2f128_ps::<0x01>(eight, eight));
+        let four = Self(eight, eight).max_nan(Self(half, half)).0;
+        let swapped = x86!(_mm256_permute_ps::<0x4E>(four));
+        let two = Self(four, four).max_nan(Self(swapped, swapped)).0;
+        let swapped = x86!(_mm256_permute_ps::<0xB1>(two));
+        let one = Self(two, two).max_nan(Self(swapped, swapped)).0;
+        x86!(_mm256_cvtss_f32(one))
+    }
+    #[inline(always)]
+    fn fence() {
+        x86!(_mm_sfence())
+    }
+    #[inline(always)]
+    fn prefetch<T>(p: *const T) {
+        x86!(_mm_prefetch::<_MM_HINT_T0>(p.cast()))
+    }
+}
+
+impl<const SPLIT: bool> F32Lanes for Avx2<SPLIT> {
+    #[inline(always)]
+    fn round(self) -> Self {
+        const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+        x86!(Self(_mm256_round_ps::<NEAREST>(self.0), _mm256_round_ps::<NEAREST>(self.1)))
+    }
+    #[inline(always)]
+    fn exp2_integral(self) -> Self {
+        #[inline(always)]
+        fn one(v: __m256) -> __m256 {
+            x86!({
+                let biased = _mm256_add_epi32(_mm256_cvtps_epi32(v), _mm256_set1_epi32(127));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased))
+            })
+        }
+        Self(one(self.0), one(self.1))
+    }
+    #[inline(always)]
+    fn copysign(self, sign: Self) -> Self {
+        x86!({
+            let mask = _mm256_set1_ps(-0.0);
+            Self(
+                _mm256_or_ps(_mm256_andnot_ps(mask, self.0), _mm256_and_ps(mask, sign.0)),
+                _mm256_or_ps(_mm256_andnot_ps(mask, self.1), _mm256_and_ps(mask, sign.1)),
+            )
+        })
+    }
+    #[inline(always)]
+    fn low_bits(self) -> (Self::Mask, Self::Mask) {
+        // `select` reads the sign bit of each lane only, so a shift makes the mask.
+        x86!({
+            let (a, b) = (_mm256_cvtps_epi32(self.0), _mm256_cvtps_epi32(self.1));
+            (
+                (
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<31>(a)),
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<31>(b)),
+                ),
+                (
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<30>(a)),
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<30>(b)),
+                ),
+            )
+        })
+    }
+    #[inline(always)]
+    fn two_product(self, other: Self) -> (Self, Self) {
+        let high = self.mul(other);
+        (high, self.mul_add(other, high.neg()))
+    }
+    #[inline(always)]
+    fn map(self, f: impl Fn(f32) -> f32) -> Self {
+        let mut lanes = [0.0f32; 16];
+        // SAFETY: `lanes` holds `N` numbers.
+        unsafe { self.store_raw(lanes.as_mut_ptr()) };
+        for lane in &mut lanes {
+            *lane = f(*lane);
+        }
+        // SAFETY: as above.
+        unsafe { Self::load_raw(lanes.as_ptr()) }
+    }
+}
+
+impl<const SPLIT: bool> Memory<f32> for Avx2<SPLIT> {
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self {
+        // SAFETY: the caller's promise.
+        let Self(a, b) = unsafe { Self::load_raw(p) };
+        if SPLIT { split(a, b) } else { Self(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32) {
+        let in_order = if SPLIT { merge(self.0, self.1) } else { self };
+        // SAFETY: the caller's promise.
+        unsafe { in_order.store_raw(p) }
+    }
+    #[inline(always)]
+    unsafe fn stream(self, p: *mut f32) {
+        let Self(a, b) = if SPLIT { merge(self.0, self.1) } else { self };
+        x86!({
+            _mm256_stream_ps(p, a);
+            _mm256_stream_ps(p.add(8), b);
+        })
+    }
+}
+
+/// From index order to even and odd indices.
+#[inline(always)]
+fn split<const SPLIT: bool>(a: __m256, b: __m256) -> Avx2<SPLIT> {
+    #[inline(always)]
+    fn untwist(v: __m256) -> __m256 {
+        x86!(_mm256_castpd_ps(_mm256_permute4x64_pd::<0b11_01_10_00>(_mm256_castps_pd(v))))
+    }
+    x86!(Avx2(
+        untwist(_mm256_shuffle_ps::<0b10_00_10_00>(a, b)),
+        untwist(_mm256_shuffle_ps::<0b11_01_11_01>(a, b)),
+    ))
+}
+
+/// From even and odd indices back to index order.
+#[inline(always)]
+fn merge<const SPLIT: bool>(even: __m256, odd: __m256) -> Avx2<SPLIT> {
+    x86!({
+        let (low, high) = (_mm256_unpacklo_ps(even, odd), _mm256_unpackhi_ps(even, odd));
+        Avx2(
+            _mm256_permute2f128_ps::<0x20>(low, high),
+            _mm256_permute2f128_ps::<0x31>(low, high),
+        )
+    })
+}
+
+impl Memory<f16> for Avx2<false> {
+    #[inline(always)]
+    unsafe fn load(p: *const f16) -> Self {
+        x86!({
+            let p = p.cast::<__m128i>();
+            Self(
+                _mm256_cvtph_ps(_mm_loadu_si128(p)),
+                _mm256_cvtph_ps(_mm_loadu_si128(p.add(1))),
+            )
+        })
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f16) {
+        x86!(_mm256_storeu_si256(p.cast(), self.to_f16()))
+    }
+    #[inline(always)]
+    unsafe fn stream(self, p: *mut f16) {
+        x86!(_mm256_stream_si256(p.cast(), self.to_f16()))
+    }
+}
+
+impl Avx2<false> {
+    #[inline(always)]
+    fn to_f16(self) -> __m256i {
+        x86!(_mm256_set_m128i(
+            _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.1),
+            _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0),
+        ))
+    }
+}
+
+impl Memory<bf16> for Avx2<true> {
+    #[inline(always)]
+    unsafe fn load(p: *const bf16) -> Self {
+        x86!({
+            let pairs = _mm256_loadu_si256(p.cast());
+            let high = _mm256_set1_epi32(0xFFFF_0000_u32 as i32);
+            Self(
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)),
+                _mm256_castsi256_ps(_mm256_and_si256(pairs, high)),
+            )
+        })
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut bf16) {
+        x86!(_mm256_storeu_si256(p.cast(), self.to_bf16()))
+    }
+    #[inline(always)]
+    unsafe fn stream(self, p: *mut bf16) {
+        x86!(_mm256_stream_si256(p.cast(), self.to_bf16()))
+    }
+}
+
+impl Avx2<true> {
+    /// Nearest even by integer addition. A NaN stays one as long as its payload leaves the carry
+    /// room, which holds for those that bf16 inputs bring (their low half is zero) and for the one
+    /// that the CPU makes (0xFFC00000); parameters of wider types are made so when they are
+    /// widened (`ops::parameter`).
+    #[inline(always)]
+    fn to_bf16(self) -> __m256i {
+        #[inline(always)]
+        fn rounded(v: __m256) -> __m256i {
+            x86!({
+                let bits = _mm256_castps_si256(v);
+                let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+                _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd)
+            })
+        }
+        x86!(_mm256_blend_epi16::<0b1010_1010>(
+            _mm256_srli_epi32::<16>(rounded(self.0)),
+            rounded(self.1),
+        ))
+    }
+}

@@ -1,0 +1,115 @@
+//! The instruction sets, and which one calls of this thread use.
+
+use std::cell::Cell;
+use std::fmt;
+use std::str::FromStr;
+use std::sync::OnceLock;
+
+use crate::error::{Error, Result};
+
+/// An instruction set that kernels are compiled for.
+///
+/// The best one that the CPU has is chosen once per process. The environment variable
+/// `FUSELANE_ISA` (`portable` or `avx2`) forces one; a name that is unknown, or that this CPU
+/// lacks, is ignored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Isa {
+    /// Plain Rust that the compiler vectorises for the target's baseline.
+    Portable,
+    /// x86-64 with AVX2, FMA and F16C.
+    Avx2,
+}
+
+impl Isa {
+    /// All of them, slowest first.
+    pub const ALL: [Self; 2] = [Self::Portable, Self::Avx2];
+
+    /// Whether this CPU can run it.
+    pub fn is_available(self) -> bool {
+        match self {
+            Self::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Avx2 => false,
+        }
+    }
+
+    /// Those that this CPU can run, slowest first.
+    pub fn available() -> impl Iterator<Item = Self> {
+        Self::ALL.into_iter().filter(|isa| isa.is_available())
+    }
+
+    /// `"portable"` or `"avx2"`, as in `FUSELANE_ISA`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "avx2",
+        }
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Isa {
+    type Err = Error;
+    fn from_str(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|isa| isa.name() == name).ok_or_else(|| {
+            Error::new("isa", "name", format!("is {name:?}"), "\"portable\" or \"avx2\"")
+        })
+    }
+}
+
+thread_local! {
+    static FORCED: Cell<Option<Isa>> = const { Cell::new(None) };
+}
+
+/// The instruction set that calls made by this thread use.
+pub fn isa() -> Isa {
+    static CHOSEN: OnceLock<Isa> = OnceLock::new();
+    FORCED.get().unwrap_or_else(|| {
+        *CHOSEN.get_or_init(|| {
+            let wish = std::env::var("FUSELANE_ISA").ok().and_then(|name| name.parse().ok());
+            wish.filter(|isa: &Isa| isa.is_available())
+                .or_else(|| Isa::available().last())
+                .unwrap_or(Isa::Portable)
+        })
+    })
+}
+
+/// Calls `f` with all operators that it calls on this thread using `isa`, so that one process can
+/// compare instruction sets. An instruction set that this CPU lacks is an error.
+///
+/// ```
+/// use fuselane::{Act, Isa, View, with_isa};
+/// let x = [1.0f32, -1.0];
+/// let o = with_isa(Isa::Portable, || Act::Relu.forward(View::new(&x, &[2])?))??;
+/// assert_eq!(o.to_vec::<f32>()?, [1.0, 0.0]);
+/// # Ok::<(), fuselane::Error>(())
+/// ```
+pub fn with_isa<R>(isa: Isa, f: impl FnOnce() -> R) -> Result<R> {
+    struct Restore(Option<Isa>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            FORCED.set(self.0);
+        }
+    }
+    if !isa.is_available() {
+        return Err(Error::new(
+            "isa",
+            "name",
+            format!("is {isa}, which this CPU lacks"),
+            Isa::available().map(Isa::name).collect::<Vec<_>>().join(" or "),
+        ));
+    }
+    let _restore = Restore(FORCED.replace(Some(isa)));
+    Ok(f())
+}

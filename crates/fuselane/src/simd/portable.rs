@@ -1,0 +1,220 @@
+//! Plain Rust for every CPU: eight f32 that the compiler vectorises.
+
+use half::{bf16, f16};
+
+use super::{F32Lanes, Lanes, Memory};
+
+const N: usize = 8;
+
+#[derive(Clone, Copy)]
+pub(crate) struct Portable([f32; N]);
+
+impl Portable {
+    #[inline(always)]
+    fn zip(self, other: Self, f: impl Fn(f32, f32) -> f32) -> Self {
+        let mut out = self;
+        for i in 0..N {
+            out.0[i] = f(self.0[i], other.0[i]);
+        }
+        out
+    }
+    #[inline(always)]
+    fn compare(self, other: Self, f: impl Fn(f32, f32) -> bool) -> [bool; N] {
+        let mut out = [false; N];
+        for i in 0..N {
+            out[i] = f(self.0[i], other.0[i]);
+        }
+        out
+    }
+}
+
+impl Lanes for Portable {
+    type Real = f32;
+    type Mask = [bool; N];
+    const N: usize = N;
+
+    #[inline(always)]
+    fn splat(value: f32) -> Self {
+        Self([value; N])
+    }
+    #[inline(always)]
+    unsafe fn load_raw(p: *const f32) -> Self {
+        // SAFETY: the caller's promise; an array of f32 is aligned as one f32.
+        Self(unsafe { p.cast::<[f32; N]>().read() })
+    }
+    #[inline(always)]
+    unsafe fn store_raw(self, p: *mut f32) {
+        // SAFETY: the caller's promise; an array of f32 is aligned as one f32.
+        unsafe { p.cast::<[f32; N]>().write(self.0) }
+    }
+    #[inline(always)]
+    fn add(self, other: Self) -> Self {
+        self.zip(other, |a, b| a + b)
+    }
+    #[inline(always)]
+    fn sub(self, other: Self) -> Self {
+        self.zip(other, |a, b| a - b)
+    }
+    #[inline(always)]
+    fn mul(self, other: Self) -> Self {
+        self.zip(other, |a, b| a * b)
+    }
+    #[inline(always)]
+    fn div(self, other: Self) -> Self {
+        self.zip(other, |a, b| a / b)
+    }
+    #[inline(always)]
+    fn max(self, other: Self) -> Self {
+        self.zip(other, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    fn neg(self) -> Self {
+        self.map(|a| -a)
+    }
+    #[inline(always)]
+    fn abs(self) -> Self {
+        self.map(f32::abs)
+    }
+    #[inline(always)]
+    fn mul_add(self, factor: Self, term: Self) -> Self {
+        self.mul(factor).add(term)
+    }
+    #[inline(always)]
+    fn neg_mul_add(self, factor: Self, term: Self) -> Self {
+        term.sub(self.mul(factor))
+    }
+    #[inline(always)]
+    fn lt(self, other: Self) -> [bool; N] {
+        self.compare(other, |a, b| a < b)
+    }
+    #[inline(always)]
+    fn le(self, other: Self) -> [bool; N] {
+        self.compare(other, |a, b| a <= b)
+    }
+    #[inline(always)]
+    fn is_nan(self) -> [bool; N] {
+        self.compare(self, |a, _| a.is_nan())
+    }
+    #[inline(always)]
+    fn select(mask: [bool; N], yes: Self, no: Self) -> Self {
+        let mut out = no;
+        for i in 0..N {
+            out.0[i] = if mask[i] { yes.0[i] } else { no.0[i] };
+        }
+        out
+    }
+    #[inline(always)]
+    fn any(mask: [bool; N]) -> bool {
+        mask.iter().fold(false, |any, &m| any | m)
+    }
+    #[inline(always)]
+    fn swap_pairs(self) -> Self {
+        let v = self.0;
+        Self([v[1], v[0], v[3], v[2], v[5], v[4], v[7], v[6]])
+    }
+    #[inline(always)]
+    fn reduce_add(self) -> f32 {
+        let v = self.0;
+        ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]))
+    }
+    #[inline(always)]
+    fn reduce_max(self) -> f32 {
+        self.0.iter().fold(f32::NEG_INFINITY, |m, &v| if m.is_nan() || m > v { m } else { v })
+    }
+}
+
+impl F32Lanes for Portable {
+    #[inline(always)]
+    fn round(self) -> Self {
+        // 1.5 * 2^23 pushes the fraction out of the mantissa, rounding to nearest even.
+        const PUSH: f32 = 12_582_912.0;
+        self.map(|a| (a + PUSH) - PUSH)
+    }
+    #[inline(always)]
+    fn exp2_integral(self) -> Self {
+        self.map(|a| f32::from_bits(((integer(a).wrapping_add(127)) as u32) << 23))
+    }
+    #[inline(always)]
+    fn copysign(self, sign: Self) -> Self {
+        self.zip(sign, f32::copysign)
+    }
+    #[inline(always)]
+    fn low_bits(self) -> ([bool; N], [bool; N]) {
+        (
+            self.compare(self, |a, _| integer(a) & 1 != 0),
+            self.compare(self, |a, _| integer(a) & 2 != 0),
+        )
+    }
+    #[inline(always)]
+    fn two_product(self, other: Self) -> (Self, Self) {
+        let high = self.mul(other);
+        let mut low = high;
+        for i in 0..N {
+            // The product of two f32 is exact in f64, and so is its distance from the rounded one.
+            low.0[i] =
+                (f64::from(self.0[i]) * f64::from(other.0[i]) - f64::from(high.0[i])) as f32;
+        }
+        (high, low)
+    }
+    #[inline(always)]
+    fn map(self, f: impl Fn(f32) -> f32) -> Self {
+        let mut out = self;
+        for lane in &mut out.0 {
+            *lane = f(*lane);
+        }
+        out
+    }
+}
+
+/// The integer of an integral |a| < 2^22, without the saturation that `as` would check for.
+#[inline(always)]
+fn integer(a: f32) -> i32 {
+    const PUSH: f32 = 12_582_912.0;
+    (a + PUSH).to_bits().wrapping_sub(PUSH.to_bits()) as i32
+}
+
+impl Memory<f32> for Portable {
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self {
+        // SAFETY: the caller's promise.
+        unsafe { Self::load_raw(p) }
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe { self.store_raw(p) }
+    }
+}
+
+macro_rules! memory16 {
+    ($type:ty, $widen:expr, $round:expr) => {
+        impl Memory<$type> for Portable {
+            #[inline(always)]
+            unsafe fn load(p: *const $type) -> Self {
+                // SAFETY: the caller's promise; an array is aligned as one element.
+                let block = unsafe { p.cast::<[$type; N]>().read() };
+                let mut out = [0.0; N];
+                for i in 0..N {
+                    out[i] = $widen(block[i]);
+                }
+                Self(out)
+            }
+            #[inline(always)]
+            unsafe fn store(self, p: *mut $type) {
+                let mut block = [<$type>::ZERO; N];
+                for i in 0..N {
+                    block[i] = $round(self.0[i]);
+                }
+                // SAFETY: the caller's promise; an array is aligned as one element.
+                unsafe { p.cast::<[$type; N]>().write(block) }
+            }
+        }
+    };
+}
+
+memory16!(f16, f16::to_f32, f16::from_f32);
+memory16!(bf16, |x: bf16| f32::from_bits(u32::from(x.to_bits()) << 16), |x: f32| {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7FFF).wrapping_add((bits >> 16) & 1) >> 16;
+    bf16::from_bits(if x.is_nan() { 0x7FC0 } else { rounded as u16 })
+});

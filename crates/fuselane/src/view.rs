@@ -1,0 +1,541 @@
+//! Shape and strides over the caller's memory, checked once, when the view is made.
+//!
+//! A [`View`] may have any strides: transposed, sliced, broadcast (stride 0) and reversed
+//! (negative stride) views are normal input. A [`ViewMut`] must reach each of its elements by one
+//! index only. Views carry their element type as a value, so that one call can mix
+//! bf16 activations with f32 weights.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use crate::dtype::{DType, Element};
+use crate::error::{Error, Result};
+
+/// The largest number of dimensions of a view.
+pub const MAX_RANK: usize = 8;
+
+/// Shape and strides (in elements) of a tensor.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Layout {
+    rank: usize,
+    shape: [usize; MAX_RANK],
+    strides: [isize; MAX_RANK],
+}
+
+impl Layout {
+    fn new(shape: &[usize], strides: &[isize]) -> Result<Self> {
+        if shape.len() > MAX_RANK {
+            return Err(Error::new(
+                "view",
+                "shape",
+                format!("has {} dimensions", shape.len()),
+                format!("at most {MAX_RANK}"),
+            ));
+        }
+        if strides.len() != shape.len() {
+            return Err(Error::new(
+                "view",
+                "strides",
+                format!("has {} entries", strides.len()),
+                format!("{} (one per dimension of the shape)", shape.len()),
+            ));
+        }
+        let mut layout =
+            Self { rank: shape.len(), shape: [1; MAX_RANK], strides: [0; MAX_RANK] };
+        layout.shape[..shape.len()].copy_from_slice(shape);
+        layout.strides[..shape.len()].copy_from_slice(strides);
+        let bytes = shape.iter().try_fold(8usize, |n, &s| n.checked_mul(s.max(1)));
+        if bytes.is_none_or(|n| n > isize::MAX as usize) {
+            return Err(Error::new(
+                "view",
+                "shape",
+                format!("{shape:?} overflows the address space"),
+                "a product of dimensions that fits",
+            ));
+        }
+        Ok(layout)
+    }
+
+    fn contiguous(shape: &[usize]) -> Result<Self> {
+        let mut strides = [0isize; MAX_RANK];
+        let mut next = 1usize;
+        for i in (0..shape.len().min(MAX_RANK)).rev() {
+            strides[i] = next as isize;
+            next = next.saturating_mul(shape[i].max(1));
+        }
+        // An overflow above makes the strides meaningless, and `new` refuses it.
+        Self::new(shape, &strides[..shape.len().min(MAX_RANK)])
+    }
+
+    pub(crate) fn shape(&self) -> &[usize] {
+        &self.shape[..self.rank]
+    }
+
+    pub(crate) fn strides(&self) -> &[isize] {
+        &self.strides[..self.rank]
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.shape().iter().product()
+    }
+
+    /// The lowest and highest element offset that an index reaches; `None` when empty.
+    fn reach(&self) -> Option<(isize, isize)> {
+        let (mut low, mut high) = (0isize, 0isize);
+        for (&size, &stride) in self.shape().iter().zip(self.strides()) {
+            let last = isize::try_from(size.checked_sub(1)?).ok()?;
+            let end = stride.saturating_mul(last);
+            if end < 0 {
+                low = low.saturating_add(end);
+            } else {
+                high = high.saturating_add(end);
+            }
+        }
+        Some((low, high))
+    }
+
+    /// Whether two indices can reach the same element. Sorted by stride, each dimension has to
+    /// step over everything the smaller ones reach; this is exact for all views that permuting,
+    /// slicing, splitting and reversing a dense tensor can make.
+    fn overlaps_itself(&self) -> bool {
+        let mut dims: Vec<(usize, usize)> = self
+            .shape()
+            .iter()
+            .zip(self.strides())
+            .filter(|&(&size, _)| size > 1)
+            .map(|(&size, &stride)| (stride.unsigned_abs(), size))
+            .collect();
+        dims.sort_unstable();
+        let mut reach = 0usize;
+        for (stride, size) in dims {
+            if stride <= reach {
+                return true;
+            }
+            reach = reach.saturating_add(stride.saturating_mul(size - 1));
+        }
+        false
+    }
+}
+
+macro_rules! common {
+    ($view:ident) => {
+        impl $view<'_> {
+            /// The size of each dimension.
+            pub fn shape(&self) -> &[usize] {
+                self.layout.shape()
+            }
+
+            /// The step of each dimension, in elements.
+            pub fn strides(&self) -> &[isize] {
+                self.layout.strides()
+            }
+
+            /// The number of dimensions.
+            pub fn rank(&self) -> usize {
+                self.layout.rank
+            }
+
+            /// The number of elements.
+            pub fn len(&self) -> usize {
+                self.layout.len()
+            }
+
+            /// Whether some dimension is zero.
+            pub fn is_empty(&self) -> bool {
+                self.len() == 0
+            }
+
+            /// The element type.
+            pub fn dtype(&self) -> DType {
+                self.dtype
+            }
+
+            /// Whether the elements lie in memory in index order, without gaps.
+            pub fn is_contiguous(&self) -> bool {
+                let mut next = 1isize;
+                for (&size, &stride) in self.shape().iter().zip(self.strides()).rev() {
+                    if size != 1 && stride != next {
+                        return self.is_empty();
+                    }
+                    next *= size as isize;
+                }
+                true
+            }
+
+            /// The same memory with dimensions reordered: dimension `i` of the result is
+            /// dimension `order[i]` of this view.
+            pub fn permute(mut self, order: &[usize]) -> Result<Self> {
+                let old = self.layout;
+                let mut seen = [false; MAX_RANK];
+                let valid = order.len() == old.rank
+                    && order.iter().all(|&d| d < old.rank && !std::mem::replace(&mut seen[d], true));
+                if !valid {
+                    return Err(Error::new(
+                        "view",
+                        "order",
+                        format!("is {order:?}"),
+                        format!("a permutation of 0..{}", old.rank),
+                    ));
+                }
+                for (i, &d) in order.iter().enumerate() {
+                    self.layout.shape[i] = old.shape[d];
+                    self.layout.strides[i] = old.strides[d];
+                }
+                Ok(self)
+            }
+
+            /// The part of dimension `dim` from `start`, `len` long.
+            pub fn narrow(mut self, dim: usize, start: usize, len: usize) -> Result<Self> {
+                let size = self.shape().get(dim).copied().unwrap_or(0);
+                if dim >= self.rank() || start.checked_add(len).is_none_or(|end| end > size) {
+                    return Err(Error::new(
+                        "view",
+                        "narrow",
+                        format!("takes {len} from {start} of dimension {dim}"),
+                        format!("a part of shape {:?}", self.shape()),
+                    ));
+                }
+                if len > 0 {
+                    let skip = start as isize * self.layout.strides[dim] * self.dtype.size() as isize;
+                    self.ptr = self.ptr.wrapping_offset(skip);
+                }
+                self.layout.shape[dim] = len;
+                Ok(self)
+            }
+
+            /// First and last-but-one byte address that the view reaches.
+            pub(crate) fn span(&self) -> std::ops::Range<usize> {
+                let size = self.dtype.size() as isize;
+                match self.layout.reach() {
+                    None => 0..0,
+                    Some((low, high)) => {
+                        let base = self.ptr as usize as isize;
+                        (base + low * size) as usize..(base + (high + 1) * size) as usize
+                    }
+                }
+            }
+        }
+
+        impl fmt::Debug for $view<'_> {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.debug_struct(stringify!($view))
+                    .field("dtype", &self.dtype)
+                    .field("shape", &self.shape())
+                    .field("strides", &self.strides())
+                    .finish_non_exhaustive()
+            }
+        }
+    };
+}
+
+/// Memory to read, with shape and strides.
+///
+/// ```
+/// use fuselane::View;
+/// let x: Vec<f32> = (0..6).map(|i| i as f32).collect();
+/// let x = View::new(&x, &[2, 3])?;
+/// assert_eq!(x.strides(), [3, 1]);
+/// assert_eq!(x.permute(&[1, 0])?.shape(), [3, 2]);
+/// # Ok::<(), fuselane::Error>(())
+/// ```
+#[derive(Clone, Copy)]
+pub struct View<'a> {
+    ptr: *const u8,
+    dtype: DType,
+    layout: Layout,
+    memory: PhantomData<&'a [u8]>,
+}
+
+/// Memory to write, with shape and strides that reach no element twice.
+///
+/// ```
+/// use fuselane::ViewMut;
+/// let mut o = [0.0f32; 4];
+/// assert!(ViewMut::strided(&mut o, &[2, 4], &[0, 1], 0).is_err()); // both rows are the same memory
+/// ```
+pub struct ViewMut<'a> {
+    ptr: *mut u8,
+    dtype: DType,
+    layout: Layout,
+    memory: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: a `View` is a shared borrow of plain numbers and a `ViewMut` an exclusive one, as the
+// lifetimes in their markers say; numbers may be read and written from any thread.
+unsafe impl Send for View<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for View<'_> {}
+// SAFETY: as above.
+unsafe impl Send for ViewMut<'_> {}
+// SAFETY: as above; a shared `ViewMut` gives no access to its memory.
+unsafe impl Sync for ViewMut<'_> {}
+
+common!(View);
+common!(ViewMut);
+
+fn check_dense(layout: &Layout, len: usize) -> Result<()> {
+    if layout.len() != len {
+        return Err(Error::new(
+            "view",
+            "shape",
+            format!("{:?} has {} elements", layout.shape(), layout.len()),
+            format!("{len} (length of the slice)"),
+        ));
+    }
+    Ok(())
+}
+
+fn check_reach(layout: &Layout, offset: usize, len: usize) -> Result<()> {
+    let Some((low, high)) = layout.reach() else { return Ok(()) };
+    let inside = isize::try_from(offset).is_ok_and(|offset| {
+        offset.checked_add(low).is_some_and(|first| first >= 0)
+            && offset.checked_add(high).is_some_and(|last| (last as usize) < len)
+    });
+    if inside {
+        return Ok(());
+    }
+    Err(Error::new(
+        "view",
+        "strides",
+        format!(
+            "{:?} with shape {:?} and offset {offset} leave the slice",
+            layout.strides(),
+            layout.shape()
+        ),
+        format!("every element within its {len} elements"),
+    ))
+}
+
+impl<'a> View<'a> {
+    /// A dense tensor: the slice in row-major order.
+    pub fn new<T: Element>(data: &'a [T], shape: &[usize]) -> Result<Self> {
+        let layout = Layout::contiguous(shape)?;
+        check_dense(&layout, data.len())?;
+        Ok(Self { ptr: data.as_ptr().cast(), dtype: T::DTYPE, layout, memory: PhantomData })
+    }
+
+    /// Any strides (in elements) over a slice; index 0 lies at `offset`.
+    pub fn strided<T: Element>(
+        data: &'a [T],
+        shape: &[usize],
+        strides: &[isize],
+        offset: usize,
+    ) -> Result<Self> {
+        let layout = Layout::new(shape, strides)?;
+        check_reach(&layout, offset, data.len())?;
+        let ptr = data.as_ptr().wrapping_add(offset).cast();
+        Ok(Self { ptr, dtype: T::DTYPE, layout, memory: PhantomData })
+    }
+
+    /// A view of foreign memory; index 0 lies at `ptr`.
+    ///
+    /// # Safety
+    ///
+    /// Every element that `shape` and `strides` (in elements) reach from `ptr` must be aligned,
+    /// initialised memory of type `dtype` that nobody writes during `'a`, except through a
+    /// [`ViewMut`] that the same call takes as the in-place form of this argument.
+    pub unsafe fn from_raw(
+        ptr: *const u8,
+        dtype: DType,
+        shape: &[usize],
+        strides: &[isize],
+    ) -> Result<Self> {
+        let layout = Layout::new(shape, strides)?;
+        Ok(Self { ptr, dtype, layout, memory: PhantomData })
+    }
+
+    /// The same memory under another shape with the same number of elements, in index order.
+    /// The view has to be contiguous.
+    pub fn reshape(self, shape: &[usize]) -> Result<Self> {
+        let layout = Layout::contiguous(shape)?;
+        check_dense(&layout, self.len())?;
+        if !self.is_contiguous() {
+            return Err(Error::new(
+                "view",
+                "reshape",
+                format!("of a view with strides {:?}", self.strides()),
+                "a contiguous view",
+            ));
+        }
+        Ok(Self { layout, ..self })
+    }
+
+    /// Repeats dimensions of size 1 (and adds leading ones) up to `shape`, without a copy.
+    pub fn broadcast(self, shape: &[usize]) -> Result<Self> {
+        let error = || {
+            Error::new(
+                "view",
+                "broadcast",
+                format!("from shape {:?} to {shape:?}", self.shape()),
+                "dimensions that are equal or 1, aligned at the last",
+            )
+        };
+        let lead = shape.len().checked_sub(self.rank()).ok_or_else(error)?;
+        let mut strides = [0isize; MAX_RANK];
+        for (i, (&size, &stride)) in self.shape().iter().zip(self.strides()).enumerate() {
+            if lead + i >= MAX_RANK || (size != shape[lead + i] && size != 1) {
+                return Err(error());
+            }
+            strides[lead + i] = if size == 1 { 0 } else { stride };
+        }
+        let layout = Layout::new(shape, &strides[..shape.len().min(MAX_RANK)])?;
+        Ok(Self { layout, ..self })
+    }
+
+    /// The address of index 0.
+    pub fn as_ptr(&self) -> *const u8 {
+        self.ptr
+    }
+
+    /// The elements in index order, widened to f64: for checks, not for speed.
+    pub fn to_f64_vec(&self) -> Vec<f64> {
+        crate::dtype::with_element!(self.dtype, T => {
+            let mut values = Vec::with_capacity(self.len());
+            for_each_offset(&self.layout, |offset| {
+                // SAFETY: the view was checked (or promised, `from_raw`) to hold every element
+                // that an index reaches, of this type.
+                values.push(unsafe { self.ptr.cast::<T>().offset(offset).read() }.to_f64());
+            });
+            values
+        })
+    }
+}
+
+impl<'a> ViewMut<'a> {
+    /// A dense tensor: the slice in row-major order.
+    pub fn new<T: Element>(data: &'a mut [T], shape: &[usize]) -> Result<Self> {
+        let layout = Layout::contiguous(shape)?;
+        check_dense(&layout, data.len())?;
+        Ok(Self { ptr: data.as_mut_ptr().cast(), dtype: T::DTYPE, layout, memory: PhantomData })
+    }
+
+    /// Any strides (in elements) over a slice; index 0 lies at `offset`. No two indices may
+    /// reach the same element.
+    pub fn strided<T: Element>(
+        data: &'a mut [T],
+        shape: &[usize],
+        strides: &[isize],
+        offset: usize,
+    ) -> Result<Self> {
+        let layout = Layout::new(shape, strides)?;
+        check_reach(&layout, offset, data.len())?;
+        let ptr = data.as_mut_ptr().wrapping_add(offset).cast();
+        Self { ptr, dtype: T::DTYPE, layout, memory: PhantomData }.checked()
+    }
+
+    /// A view of foreign memory to write; index 0 lies at `ptr`.
+    ///
+    /// # Safety
+    ///
+    /// Every element that `shape` and `strides` (in elements) reach from `ptr` must be aligned
+    /// memory for `dtype` that nobody else reads or writes during `'a`. Memory shared with an
+    /// input view of the same call is refused by the call.
+    pub unsafe fn from_raw(
+        ptr: *mut u8,
+        dtype: DType,
+        shape: &[usize],
+        strides: &[isize],
+    ) -> Result<Self> {
+        Self { ptr, dtype, layout: Layout::new(shape, strides)?, memory: PhantomData }.checked()
+    }
+
+    fn checked(self) -> Result<Self> {
+        if !self.is_empty() && self.layout.overlaps_itself() {
+            return Err(Error::new(
+                "view",
+                "strides",
+                format!(
+                    "{:?} reach elements of shape {:?} more than once",
+                    self.strides(),
+                    self.shape()
+                ),
+                "an output without overlaps",
+            ));
+        }
+        Ok(self)
+    }
+
+    /// A shorter borrow of the same memory, to use the view again afterwards.
+    pub fn reborrow(&mut self) -> ViewMut<'_> {
+        ViewMut { ptr: self.ptr, dtype: self.dtype, layout: self.layout, memory: PhantomData }
+    }
+
+    /// A view to read.
+    pub fn as_view(&self) -> View<'_> {
+        View { ptr: self.ptr, dtype: self.dtype, layout: self.layout, memory: PhantomData }
+    }
+
+    /// The address of index 0.
+    pub fn as_mut_ptr(&mut self) -> *mut u8 {
+        self.ptr
+    }
+
+    /// For plans of in-place calls, which read and write through the same pointer.
+    pub(crate) fn raw(&self) -> *mut u8 {
+        self.ptr
+    }
+}
+
+/// Calls `visit` with the element offset of each index, in index order.
+fn for_each_offset(layout: &Layout, mut visit: impl FnMut(isize)) {
+    if layout.len() == 0 {
+        return;
+    }
+    let mut index = [0usize; MAX_RANK];
+    let mut offset = 0isize;
+    'next: loop {
+        visit(offset);
+        for d in (0..layout.rank).rev() {
+            index[d] += 1;
+            offset += layout.strides[d];
+            if index[d] < layout.shape[d] {
+                continue 'next;
+            }
+            offset -= layout.strides[d] * layout.shape[d] as isize;
+            index[d] = 0;
+        }
+        return;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strides_must_stay_inside() {
+        let x = [0.0f32; 6];
+        assert!(View::strided(&x, &[2, 3], &[3, 1], 0).is_ok());
+        assert!(View::strided(&x, &[2, 3], &[3, 1], 1).is_err());
+        assert!(View::strided(&x, &[3, 2], &[-2, -1], 5).is_ok());
+        assert!(View::strided(&x, &[3, 2], &[-2, -1], 4).is_err());
+        assert!(View::strided(&x, &[usize::MAX, 2], &[0, 1], 0).is_err());
+        assert!(View::strided(&x, &[2, 2], &[isize::MAX, 1], 0).is_err());
+        assert!(View::strided(&x, &[0, 2], &[isize::MAX, 1], 17).is_ok());
+        assert!(View::new(&x, &[1; 9]).is_err());
+        assert!(View::new(&x, &[usize::MAX, usize::MAX]).is_err());
+    }
+
+    #[test]
+    fn outputs_must_not_overlap_themselves() {
+        let mut o = [0.0f32; 12];
+        assert!(ViewMut::strided(&mut o, &[3, 4], &[4, 1], 0).is_ok());
+        assert!(ViewMut::strided(&mut o, &[4, 3], &[1, 4], 0).is_ok());
+        assert!(ViewMut::strided(&mut o, &[3, 4], &[3, 1], 0).is_err());
+        assert!(ViewMut::strided(&mut o, &[3, 4], &[0, 1], 0).is_err());
+        assert!(ViewMut::strided(&mut o, &[1, 4], &[0, 1], 0).is_ok());
+    }
+
+    #[test]
+    fn index_order_is_kept_by_every_view() {
+        let x: Vec<f64> = (0..6).map(f64::from).collect();
+        let v = View::new(&x, &[2, 3]).unwrap();
+        assert_eq!(v.permute(&[1, 0]).unwrap().to_f64_vec(), [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
+        assert_eq!(v.narrow(1, 1, 2).unwrap().to_f64_vec(), [1.0, 2.0, 4.0, 5.0]);
+        let row = View::new(&x[..3], &[3]).unwrap().broadcast(&[2, 3]).unwrap();
+        assert_eq!(row.to_f64_vec(), [0.0, 1.0, 2.0, 0.0, 1.0, 2.0]);
+        assert!(v.permute(&[0, 0]).is_err());
+        assert!(v.narrow(2, 0, 1).is_err());
+        assert!(v.reshape(&[3, 2]).is_ok() && v.permute(&[1, 0]).unwrap().reshape(&[6]).is_err());
+    }
+}
