@@ -164,8 +164,8 @@ pub(crate) trait Kernel {
     /// Does the work. Implementations are `#[inline(always)]`.
     fn run<L, T>(self)
     where
-        T: Element<Real = L::Real>,
-        L: Math + Memory<T> + Memory<L::Real>;
+        T: Element,
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>;
 }
 
 /// Runs a kernel for activations of type `dtype` with the lanes of `isa`.
