@@ -2,8 +2,13 @@
 
 mod dtype;
 mod error;
+pub mod machine;
 pub mod ops;
+mod parallel;
+pub mod pool;
 pub mod reference;
+mod rows;
+mod scratch;
 mod simd;
 mod view;
 
@@ -14,5 +19,6 @@ pub use ops::cosine::Cosine;
 pub use ops::normalize::{GatePosition, Normalize, WeightForm};
 pub use ops::rotate::{FusedAct, Pairing, Partial, Positions, Rotate};
 pub use ops::softmax::Softmax;
+pub use pool::Buffer;
 pub use simd::{Isa, isa, with_isa};
 pub use view::{MAX_RANK, View, ViewMut};

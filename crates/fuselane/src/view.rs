@@ -8,7 +8,7 @@
 use std::fmt;
 use std::marker::PhantomData;
 
-use crate::dtype::{DType, Element};
+use crate::dtype::{DType, Element, Real};
 use crate::error::{Error, Result};
 
 /// The largest number of dimensions of a view.
@@ -40,8 +40,7 @@ impl Layout {
                 format!("{} (one per dimension of the shape)", shape.len()),
             ));
         }
-        let mut layout =
-            Self { rank: shape.len(), shape: [1; MAX_RANK], strides: [0; MAX_RANK] };
+        let mut layout = Self { rank: shape.len(), shape: [1; MAX_RANK], strides: [0; MAX_RANK] };
         layout.shape[..shape.len()].copy_from_slice(shape);
         layout.strides[..shape.len()].copy_from_slice(strides);
         let bytes = shape.iter().try_fold(8usize, |n, &s| n.checked_mul(s.max(1)));
@@ -168,7 +167,9 @@ macro_rules! common {
                 let old = self.layout;
                 let mut seen = [false; MAX_RANK];
                 let valid = order.len() == old.rank
-                    && order.iter().all(|&d| d < old.rank && !std::mem::replace(&mut seen[d], true));
+                    && order
+                        .iter()
+                        .all(|&d| d < old.rank && !std::mem::replace(&mut seen[d], true));
                 if !valid {
                     return Err(Error::new(
                         "view",
@@ -196,14 +197,32 @@ macro_rules! common {
                     ));
                 }
                 if len > 0 {
-                    let skip = start as isize * self.layout.strides[dim] * self.dtype.size() as isize;
+                    let skip =
+                        start as isize * self.layout.strides[dim] * self.dtype.size() as isize;
                     self.ptr = self.ptr.wrapping_offset(skip);
                 }
                 self.layout.shape[dim] = len;
                 Ok(self)
             }
 
-            /// First and last-but-one byte address that the view reaches.
+            /// The same memory under another shape with the same number of elements, in index order.
+            /// The view has to be contiguous.
+            pub fn reshape(mut self, shape: &[usize]) -> Result<Self> {
+                let layout = Layout::contiguous(shape)?;
+                check_dense(&layout, self.len())?;
+                if !self.is_contiguous() {
+                    return Err(Error::new(
+                        "view",
+                        "reshape",
+                        format!("of a view with strides {:?}", self.strides()),
+                        "a contiguous view",
+                    ));
+                }
+                self.layout = layout;
+                Ok(self)
+            }
+
+            /// The byte addresses that the view reaches, from the first to the last.
             pub(crate) fn span(&self) -> std::ops::Range<usize> {
                 let size = self.dtype.size() as isize;
                 match self.layout.reach() {
@@ -327,6 +346,12 @@ impl<'a> View<'a> {
         Ok(Self { ptr, dtype: T::DTYPE, layout, memory: PhantomData })
     }
 
+    /// The dense view of a shape over no memory, to check the shape before memory is made.
+    pub(crate) fn dense_shape(dtype: DType, shape: &[usize]) -> Result<Self> {
+        let ptr = std::ptr::null();
+        Ok(Self { ptr, dtype, layout: Layout::contiguous(shape)?, memory: PhantomData })
+    }
+
     /// A view of foreign memory; index 0 lies at `ptr`.
     ///
     /// # Safety
@@ -342,22 +367,6 @@ impl<'a> View<'a> {
     ) -> Result<Self> {
         let layout = Layout::new(shape, strides)?;
         Ok(Self { ptr, dtype, layout, memory: PhantomData })
-    }
-
-    /// The same memory under another shape with the same number of elements, in index order.
-    /// The view has to be contiguous.
-    pub fn reshape(self, shape: &[usize]) -> Result<Self> {
-        let layout = Layout::contiguous(shape)?;
-        check_dense(&layout, self.len())?;
-        if !self.is_contiguous() {
-            return Err(Error::new(
-                "view",
-                "reshape",
-                format!("of a view with strides {:?}", self.strides()),
-                "a contiguous view",
-            ));
-        }
-        Ok(Self { layout, ..self })
     }
 
     /// Repeats dimensions of size 1 (and adds leading ones) up to `shape`, without a copy.
@@ -398,6 +407,21 @@ impl<'a> View<'a> {
             });
             values
         })
+    }
+
+    /// Widens the elements, in index order, into `out`. Every NaN becomes the usual one, whose
+    /// payload survives rounding to 16 bits.
+    pub(crate) fn widen<R: Real>(&self, out: &mut [R]) {
+        let mut next = out.iter_mut();
+        crate::dtype::with_element!(self.dtype, T => {
+            for_each_offset(&self.layout, |offset| {
+                // SAFETY: as in `to_f64_vec`.
+                let value = unsafe { self.ptr.cast::<T>().offset(offset).read() }.to_f64();
+                if let Some(out) = next.next() {
+                    *out = if value.is_nan() { R::of(-f64::NAN) } else { R::of(value) };
+                }
+            });
+        });
     }
 }
 
@@ -468,6 +492,21 @@ impl<'a> ViewMut<'a> {
     /// The address of index 0.
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
         self.ptr
+    }
+
+    /// Rounds `values`, in index order, into the elements.
+    pub(crate) fn round_from<R: Real>(&mut self, values: &[R]) {
+        let mut next = values.iter();
+        crate::dtype::with_element!(self.dtype, T => {
+            for_each_offset(&self.layout, |offset| {
+                if let Some(value) = next.next() {
+                    let element = <T as Element>::from_f64(value.to_f64());
+                    // SAFETY: the view was checked (or promised, `from_raw`) to hold every
+                    // element that an index reaches, of this type, for us alone.
+                    unsafe { self.ptr.cast::<T>().offset(offset).write(element) };
+                }
+            });
+        });
     }
 
     /// For plans of in-place calls, which read and write through the same pointer.

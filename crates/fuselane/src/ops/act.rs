@@ -1,9 +1,30 @@
-//! Elementwise activations.
+//! Elementwise activations: `o = f(x)`, and backward, from x, `dx = do * f'(x)`.
+//!
+//! | name | f(x) | f'(x) |
+//! |---|---|---|
+//! | none | x | 1 |
+//! | relu | max(x, 0) | 1 where x > 0, else 0 |
+//! | sigmoid | s(x) = 1 / (1 + exp(-x)) | s(x) s(-x) |
+//! | silu | x s(x) | s(x) (1 + x s(-x)) |
+//! | tanh | tanh x | 1 - tanh^2 x |
+//! | gelu | x P(x), P the normal distribution | P(x) + x P'(x) |
+//! | gelu_tanh | x s(2u), u = sqrt(2/pi) (x + 0.044715 x^3) | s(2u) (1 + 2 x u' s(-2u)) |
+//! | softplus | ln(1 + exp x) | s(x) |
+//! | relu_squared | max(x, 0)^2 | 2 max(x, 0) |
+//!
+//! NaN gives NaN, as it does in PyTorch; the gradient of relu is 0 where x <= 0, whatever arrives.
+//! Any shape works, and any strides as long as one dimension is contiguous in all tensors of
+//! the call.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::error::{Error, Result};
+use crate::pool::Buffer;
+use crate::rows::{Operands, Part, Rows};
+use crate::simd::{self, Kernel, Lanes, Math, Memory};
+use crate::view::{View, ViewMut};
+use crate::{Element, Real, isa};
 
 /// An elementwise activation `f`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -59,6 +80,292 @@ impl Act {
     }
 }
 
+/// Elements that a thread works on between looks at its row: a few vectors' worth of overhead is
+/// lost in it, and it stays in the first-level cache.
+const TILE: usize = 4096;
+
+impl Act {
+    /// Writes `f(x)` into `o`.
+    ///
+    /// ```
+    /// use fuselane::{Act, View, ViewMut};
+    /// let (x, mut o) = ([-1.0f32, 0.0, 2.0], [0.0f32; 3]);
+    /// Act::ReluSquared.forward_into(View::new(&x, &[3])?, ViewMut::new(&mut o, &[3])?)?;
+    /// assert_eq!(o, [0.0, 0.0, 4.0]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn forward_into(self, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
+        let ([x], o) = contiguous_last([x], o)?;
+        let operands = Operands::plain(("x", x), [("x", Some(x))], [("o", Some(o))]);
+        let rows = Rows::new("act", operands)?.merged(true).tiled(TILE);
+        let (isa, stream) = (isa(), rows.stream());
+        rows.for_each_part(1, |part| {
+            simd::run(isa, rows.dtype(), Forward { act: self, part, stream });
+        });
+        Ok(())
+    }
+
+    /// `f(x)` in a buffer from the pool.
+    ///
+    /// ```
+    /// use fuselane::{Act, View};
+    /// let o = Act::Relu.forward(View::new(&[-1.0f32, 2.0], &[2])?)?;
+    /// assert_eq!(o.as_slice::<f32>()?, [0.0, 2.0]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn forward(self, x: View<'_>) -> Result<Buffer> {
+        let mut o = Buffer::unfilled(x.dtype(), x.shape())?;
+        self.forward_into(x, o.view_mut())?;
+        Ok(o)
+    }
+
+    /// Replaces x by `f(x)`. For [`Act::None`] this touches nothing.
+    ///
+    /// ```
+    /// use fuselane::{Act, ViewMut};
+    /// let mut x = [-3.0f64, 3.0];
+    /// Act::Relu.forward_in_place(ViewMut::new(&mut x, &[2])?)?;
+    /// assert_eq!(x, [0.0, 3.0]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn forward_in_place(self, x: ViewMut<'_>) -> Result<()> {
+        if self == Self::None {
+            return Ok(());
+        }
+        let ([], mut x) = contiguous_last([], x)?;
+        let dtype = x.dtype();
+        let like = View::dense_shape(dtype, x.shape())?;
+        let operands = Operands::plain(("x", like), [], [("x", Some(x.reborrow()))]);
+        let rows = Rows::new("act", operands)?.merged(true).tiled(TILE);
+        let isa = isa();
+        rows.for_each_part(1, |part| simd::run(isa, dtype, InPlace { act: self, part }));
+        Ok(())
+    }
+
+    /// Writes `dx = grad * f'(x)`, where `grad` is the gradient that arrives at the output.
+    ///
+    /// ```
+    /// use fuselane::{Act, View, ViewMut};
+    /// let (x, grad, mut dx) = ([-1.0f32, 3.0], [5.0f32, 5.0], [0.0f32; 2]);
+    /// let [x, grad] = [View::new(&x, &[2])?, View::new(&grad, &[2])?];
+    /// Act::ReluSquared.backward_into(x, grad, ViewMut::new(&mut dx, &[2])?)?;
+    /// assert_eq!(dx, [0.0, 30.0]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn backward_into(self, x: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+        let ([x, grad], dx) = contiguous_last([x, grad], dx)?;
+        let inputs = [("x", Some(x)), ("grad", Some(grad))];
+        let operands = Operands::plain(("x", x), inputs, [("dx", Some(dx))]);
+        let rows = Rows::new("act", operands)?.merged(true).tiled(TILE);
+        let (isa, stream) = (isa(), rows.stream());
+        rows.for_each_part(1, |part| {
+            simd::run(isa, rows.dtype(), Backward { act: self, part, stream });
+        });
+        Ok(())
+    }
+
+    /// `dx` of [`Act::backward_into`] in a buffer from the pool.
+    pub fn backward(self, x: View<'_>, grad: View<'_>) -> Result<Buffer> {
+        let mut dx = Buffer::unfilled(x.dtype(), x.shape())?;
+        self.backward_into(x, grad, dx.view_mut())?;
+        Ok(dx)
+    }
+
+    /// f(x).
+    #[inline(always)]
+    pub(crate) fn value<L: Math>(self, x: L) -> L {
+        match self {
+            Self::None => x,
+            Self::Relu => L::splat(Real::of(0.0)).max(x),
+            Self::Sigmoid => x.sigmoid(),
+            Self::Silu => x.silu(),
+            Self::Tanh => x.tanh(),
+            Self::Gelu => x.gelu(),
+            Self::GeluTanh => x.gelu_tanh(),
+            Self::Softplus => x.softplus(),
+            Self::ReluSquared => {
+                let positive = L::splat(Real::of(0.0)).max(x);
+                positive.mul(positive)
+            }
+        }
+    }
+
+    /// f(x) and f'(x).
+    #[inline(always)]
+    pub(crate) fn value_and_slope<L: Math>(self, x: L) -> (L, L) {
+        let (zero, one) = (L::splat(Real::of(0.0)), L::splat(Real::of(1.0)));
+        match self {
+            Self::None => (x, one),
+            Self::Relu => (zero.max(x), L::select(x.le(zero), zero, one)),
+            Self::Sigmoid => x.sigmoid_and_slope(),
+            Self::Silu => x.silu_and_slope(),
+            Self::Tanh => x.tanh_and_slope(),
+            Self::Gelu => x.gelu_and_slope(),
+            Self::GeluTanh => x.gelu_tanh_and_slope(),
+            Self::Softplus => x.softplus_and_slope(),
+            Self::ReluSquared => {
+                let positive = zero.max(x);
+                (positive.mul(positive), positive.add(positive))
+            }
+        }
+    }
+
+    /// grad * f'(x), where relu cuts `grad` off whatever it is.
+    #[inline(always)]
+    pub(crate) fn pull_back<L: Math>(self, x: L, grad: L) -> L {
+        match self {
+            Self::None => grad,
+            Self::Relu => {
+                let zero = L::splat(Real::of(0.0));
+                L::select(x.le(zero), zero, grad)
+            }
+            _ => grad.mul(self.value_and_slope(x).1),
+        }
+    }
+}
+
+/// Runs `$body` once for each activation with `$act` a constant, so that the choice is made
+/// outside the loops of `$body`.
+macro_rules! specialized {
+    ($act:ident => $body:expr) => {
+        match $act {
+            Act::None => {
+                let $act = Act::None;
+                $body
+            }
+            Act::Relu => {
+                let $act = Act::Relu;
+                $body
+            }
+            Act::Sigmoid => {
+                let $act = Act::Sigmoid;
+                $body
+            }
+            Act::Silu => {
+                let $act = Act::Silu;
+                $body
+            }
+            Act::Tanh => {
+                let $act = Act::Tanh;
+                $body
+            }
+            Act::Gelu => {
+                let $act = Act::Gelu;
+                $body
+            }
+            Act::GeluTanh => {
+                let $act = Act::GeluTanh;
+                $body
+            }
+            Act::Softplus => {
+                let $act = Act::Softplus;
+                $body
+            }
+            Act::ReluSquared => {
+                let $act = Act::ReluSquared;
+                $body
+            }
+        }
+    };
+}
+
+struct Forward<'r> {
+    act: Act,
+    part: Part<'r, 1, 1>,
+    stream: bool,
+}
+
+impl Kernel for Forward<'_> {
+    #[inline(always)]
+    fn run<L, T>(mut self)
+    where
+        T: Element,
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    {
+        let (act, stream, zero) = (self.act, self.stream, Real::of(0.0));
+        specialized!(act => while let Some(row) = self.part.next::<T>() {
+            let ([x], [o]) = (row.inputs, row.outputs);
+            for i in (0..x.len()).step_by(L::N) {
+                act.value(L::read(x, i, zero)).write(o, i, stream);
+            }
+        });
+    }
+}
+
+struct InPlace<'r> {
+    act: Act,
+    part: Part<'r, 0, 1>,
+}
+
+impl Kernel for InPlace<'_> {
+    #[inline(always)]
+    fn run<L, T>(mut self)
+    where
+        T: Element,
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    {
+        let (act, zero) = (self.act, Real::of(0.0));
+        specialized!(act => while let Some(row) = self.part.next::<T>() {
+            let [x] = row.outputs;
+            for i in (0..x.len()).step_by(L::N) {
+                act.value(L::read(x, i, zero)).write(x, i, false);
+            }
+        });
+    }
+}
+
+struct Backward<'r> {
+    act: Act,
+    part: Part<'r, 2, 1>,
+    stream: bool,
+}
+
+impl Kernel for Backward<'_> {
+    #[inline(always)]
+    fn run<L, T>(mut self)
+    where
+        T: Element,
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    {
+        let (act, stream, zero) = (self.act, self.stream, Real::of(0.0));
+        specialized!(act => while let Some(row) = self.part.next::<T>() {
+            let ([x, grad], [dx]) = (row.inputs, row.outputs);
+            for i in (0..x.len()).step_by(L::N) {
+                let (x, grad): (L, L) = (L::read(x, i, zero), L::read(grad, i, zero));
+                act.pull_back(x, grad).write(dx, i, stream);
+            }
+        });
+    }
+}
+
+/// Elementwise work does not care for the order of dimensions: moves the output's contiguous one
+/// last, in all views alike. A scalar becomes a row of one.
+fn contiguous_last<'a, const I: usize>(
+    mut inputs: [View<'a>; I],
+    mut output: ViewMut<'a>,
+) -> Result<([View<'a>; I], ViewMut<'a>)> {
+    if inputs.iter().any(|view| view.shape() != output.shape()) {
+        return Ok((inputs, output)); // `Rows::new` says which
+    }
+    if output.rank() == 0 {
+        for view in &mut inputs {
+            *view = view.reshape(&[1])?;
+        }
+        return Ok((inputs, output.reshape(&[1])?));
+    }
+    let rank = output.rank();
+    let one = (0..rank).rev().find(|&d| output.strides()[d] == 1 && output.shape()[d] > 1);
+    if let Some(dim) = one {
+        let mut order: Vec<usize> = (0..rank).filter(|&d| d != dim).collect();
+        order.push(dim);
+        for view in &mut inputs {
+            *view = view.permute(&order)?;
+        }
+        output = output.permute(&order)?;
+    }
+    Ok((inputs, output))
+}
+
 impl fmt::Display for Act {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
@@ -72,5 +379,64 @@ impl FromStr for Act {
             let names = Self::ALL.map(Self::name).join(", ");
             Error::new("act", "name", format!("is {name:?}"), format!("one of {names}"))
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn known_answers() -> Result<()> {
+        let x = [-2.0f64, -0.5, 0.0, 0.5, 2.0];
+        let at = |act: Act| act.forward(View::new(&x, &[5])?)?.to_vec::<f64>();
+        let close = |got: Vec<f64>, want: [f64; 5]| {
+            assert!(got.iter().zip(want).all(|(g, w)| (g - w).abs() < 1e-6), "{got:?} {want:?}");
+        };
+        close(at(Act::None)?, x);
+        close(at(Act::Relu)?, [0.0, 0.0, 0.0, 0.5, 2.0]);
+        close(at(Act::Sigmoid)?, [0.119203, 0.377541, 0.5, 0.622459, 0.880797]);
+        close(at(Act::Silu)?, [-0.238406, -0.188770, 0.0, 0.311230, 1.761594]);
+        close(at(Act::Tanh)?, [-0.964028, -0.462117, 0.0, 0.462117, 0.964028]);
+        close(at(Act::Gelu)?, [-0.045500, -0.154269, 0.0, 0.345731, 1.954500]);
+        close(at(Act::GeluTanh)?, [-0.045402, -0.154286, 0.0, 0.345714, 1.954598]);
+        close(at(Act::Softplus)?, [0.126928, 0.474077, 0.693147, 0.974077, 2.126928]);
+        close(at(Act::ReluSquared)?, [0.0, 0.0, 0.0, 0.25, 4.0]);
+        Ok(())
+    }
+
+    #[test]
+    fn relu_keeps_nan_and_cuts_any_gradient() -> Result<()> {
+        let x = [f32::NAN, -1.0, 0.0, 1.0];
+        let grad = [1.0, f32::NAN, f32::INFINITY, 7.0];
+        let [x, grad] = [View::new(&x, &[4])?, View::new(&grad, &[4])?];
+        assert!(Act::Relu.forward(x)?.as_slice::<f32>()?[0].is_nan());
+        assert_eq!(Act::Relu.backward(x, grad)?.as_slice::<f32>()?, [1.0, 0.0, 0.0, 7.0]);
+        Ok(())
+    }
+
+    #[test]
+    fn views_of_all_kinds() -> Result<()> {
+        let x: Vec<f32> = (0..24).map(|i| i as f32 - 12.0).collect();
+        let mut o = vec![f32::NAN; 24];
+        // Transposed in and out alike.
+        let xt = View::new(&x, &[4, 6])?.permute(&[1, 0])?;
+        Act::Relu.forward_into(xt, ViewMut::new(&mut o, &[4, 6])?.permute(&[1, 0])?)?;
+        assert!(o.iter().zip(&x).all(|(o, x)| *o == x.max(0.0)));
+        // Transposed in, straight out: no common contiguous dimension.
+        let error = Act::Relu.forward_into(xt, ViewMut::new(&mut o, &[6, 4])?).unwrap_err();
+        assert_eq!(error.argument(), "x");
+        // Scalars and empty tensors.
+        assert_eq!(Act::Relu.forward(View::new(&x[20..21], &[])?)?.to_vec::<f32>()?, [8.0]);
+        assert!(Act::Relu.forward(View::new(&x[..0], &[3, 0, 2])?)?.is_empty());
+        Ok(())
+    }
+
+    #[test]
+    fn names_are_read_back() {
+        for act in Act::ALL {
+            assert_eq!(act.name().parse::<Act>().unwrap(), act);
+        }
+        assert!("swish".parse::<Act>().unwrap_err().to_string().contains("silu"));
     }
 }

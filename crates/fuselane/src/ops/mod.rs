@@ -4,6 +4,7 @@
 pub mod act;
 pub mod cosine;
 pub mod normalize;
+pub(crate) mod parameter;
 pub mod rotate;
 pub mod softmax;
 pub mod theta;

@@ -86,6 +86,20 @@ pub(crate) trait Lanes: Copy {
     fn max_nan(self, other: Self) -> Self {
         Self::select(self.is_nan(), self, self.max(other))
     }
+    /// The block at `i` of scratch, in register order.
+    #[inline(always)]
+    fn get(scratch: &[Self::Real], i: usize) -> Self {
+        assert!(i + Self::N <= scratch.len());
+        // SAFETY: just checked.
+        unsafe { Self::load_raw(scratch.as_ptr().add(i)) }
+    }
+    /// Keeps this block at `i` of scratch, in register order.
+    #[inline(always)]
+    fn set(self, scratch: &mut [Self::Real], i: usize) {
+        assert!(i + Self::N <= scratch.len());
+        // SAFETY: just checked.
+        unsafe { self.store_raw(scratch.as_mut_ptr().add(i)) }
+    }
     /// Makes streamed stores visible to other threads.
     #[inline(always)]
     fn fence() {}
@@ -128,6 +142,41 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
     unsafe fn stream(self, p: *mut T) {
         // SAFETY: the caller's promise is stronger than what `store` asks for.
         unsafe { self.store(p) }
+    }
+
+    /// The block at `i` of a row, with `fill` past the row's end.
+    #[inline(always)]
+    fn read(row: &[T], i: usize, fill: T::Real) -> Self {
+        // SAFETY: the row holds the `N` elements from `i`, or those up to its end.
+        unsafe {
+            if i + Self::N <= row.len() {
+                Self::load(row.as_ptr().add(i))
+            } else {
+                let i = i.min(row.len());
+                Self::load_part(row.as_ptr().add(i), row.len() - i, fill)
+            }
+        }
+    }
+
+    /// Writes the block at `i` of a row, up to the row's end; past the caches if `stream` is set
+    /// and the address allows it.
+    #[inline(always)]
+    fn write(self, row: &mut [T], i: usize, stream: bool) {
+        // SAFETY: the row holds the `N` elements from `i`, or those up to its end; the alignment
+        // is checked.
+        unsafe {
+            if i + Self::N <= row.len() {
+                let p = row.as_mut_ptr().add(i);
+                if stream && (p as usize) % STREAM_ALIGN == 0 {
+                    self.stream(p);
+                } else {
+                    self.store(p);
+                }
+            } else {
+                let i = i.min(row.len());
+                self.store_part(row.as_mut_ptr().add(i), row.len() - i);
+            }
+        }
     }
 
     /// Loads `len < N` elements; the rest is `fill`.

@@ -1,0 +1,52 @@
+//! Facts about the machine that decide how kernels store and how much the pool keeps.
+
+use std::sync::OnceLock;
+
+/// The size of the last-level cache, as the system tells it; 32 MiB where it does not.
+///
+/// Outputs at least this large are streamed past the caches.
+pub fn last_level_cache_bytes() -> usize {
+    static BYTES: OnceLock<usize> = OnceLock::new();
+    *BYTES.get_or_init(|| {
+        let sizes = (0..8).filter_map(|i| {
+            let path = format!("/sys/devices/system/cpu/cpu0/cache/index{i}/size");
+            parse_size(std::fs::read_to_string(path).ok()?.trim())
+        });
+        sizes.max().unwrap_or(32 << 20)
+    })
+}
+
+/// The machine's memory in bytes, as the system tells it; 4 GiB where it does not.
+pub fn memory_bytes() -> usize {
+    static BYTES: OnceLock<usize> = OnceLock::new();
+    *BYTES.get_or_init(|| {
+        let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        let line = info.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+        let kib = line.and_then(|rest| rest.trim().strip_suffix(" kB")?.parse::<usize>().ok());
+        kib.map_or(4 << 30, |kib| kib.saturating_mul(1024))
+    })
+}
+
+fn parse_size(text: &str) -> Option<usize> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit = match &text[digits.len()..] {
+        "" => 1,
+        "K" => 1 << 10,
+        "M" => 1 << 20,
+        "G" => 1 << 30,
+        _ => return None,
+    };
+    digits.parse::<usize>().ok()?.checked_mul(unit)
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn cache_sizes_are_read() {
+        assert_eq!(super::parse_size("49152K"), Some(48 << 20));
+        assert_eq!(super::parse_size("2M"), Some(2 << 20));
+        assert_eq!(super::parse_size("what"), None);
+        assert!(super::last_level_cache_bytes() >= 1 << 16);
+        assert!(super::memory_bytes() >= 1 << 26);
+    }
+}

@@ -1,0 +1,72 @@
+//! Parameters (weight, bias): any float dtype, widened once per call.
+
+use crate::dtype::{DType, Element, Real};
+use crate::error::{Error, Result};
+use crate::isa;
+use crate::simd::{self, Kernel, Lanes, Math, Memory};
+use crate::view::{View, ViewMut};
+
+/// A parameter has to be a vector as long as the last dimension of x.
+pub(crate) fn check(
+    operator: &'static str,
+    name: &'static str,
+    view: View<'_>,
+    len: usize,
+) -> Result<()> {
+    if view.shape() != [len] {
+        return Err(Error::new(
+            operator,
+            name,
+            format!("has shape {:?}", view.shape()),
+            format!("[{len}] (last dimension of x)"),
+        ));
+    }
+    Ok(())
+}
+
+/// Brings numbers from index order into the register order of `L`, from where
+/// [`Lanes::get`] takes them. Both lengths are whole blocks (as scratch is).
+#[inline(always)]
+pub(crate) fn to_registers<L>(values: &[L::Real], registers: &mut [L::Real])
+where
+    L: Lanes + Memory<<L as Lanes>::Real>,
+{
+    for i in (0..values.len()).step_by(L::N) {
+        L::read(values, i, Real::of(0.0)).set(registers, i);
+    }
+}
+
+/// Brings sums that kernels for activations of `dtype` left in register order into index order.
+pub(crate) fn to_index_order<R: Real>(dtype: DType, registers: &[R], values: &mut [R]) {
+    struct Reorder<'a, R> {
+        registers: &'a [R],
+        values: &'a mut [R],
+    }
+    impl<R: Real> Kernel for Reorder<'_, R> {
+        #[inline(always)]
+        fn run<L, T>(self)
+        where
+            T: Element,
+            L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+        {
+            // `R` is `T::Real`: by way of f64, which is exact, to let the types meet.
+            let mut block = [T::Real::of(0.0); simd::MAX_LANES];
+            let mut ordered = [T::Real::of(0.0); simd::MAX_LANES];
+            for (from, to) in self.registers.chunks(L::N).zip(self.values.chunks_mut(L::N)) {
+                for (b, &value) in block.iter_mut().zip(from) {
+                    *b = T::Real::of(value.to_f64());
+                }
+                L::get(&block, 0).write(&mut ordered[..], 0, false);
+                for (value, o) in to.iter_mut().zip(ordered) {
+                    *value = R::of(o.to_f64());
+                }
+            }
+        }
+    }
+    simd::run(isa(), dtype, Reorder { registers, values });
+}
+
+/// Rounds a parameter's gradient to the dtype of the caller's memory.
+pub(crate) fn store<R: Real>(gradient: &mut ViewMut<'_>, values: &[R]) {
+    gradient.round_from(values);
+}

@@ -1,0 +1,127 @@
+//! How work is cut: by rows, so that no row's result depends on the cut.
+//!
+//! Work runs on the current rayon pool (the global one, or the one a caller has installed), and on
+//! the calling thread alone where waking others would cost more than it saves.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use crate::dtype::Real;
+use crate::scratch;
+
+/// Below this many bytes of operands, one thread is as fast as several.
+const WORTH_WAKING: usize = 1 << 20;
+
+/// The least bytes of operands in a task.
+const TASK: usize = 1 << 18;
+
+/// Tasks per thread: enough that a thread that was held up does not hold up the call.
+const TASKS_PER_THREAD: usize = 4;
+
+/// The most blocks that partial sums are kept for.
+const MAX_BLOCKS: usize = 32;
+
+/// Calls `work` with ranges that cover `0..units`, each unit once.
+pub(crate) fn for_each_range(
+    units: usize,
+    bytes_per_unit: usize,
+    work: impl Fn(Range<usize>) + Sync,
+) {
+    let bytes = units.saturating_mul(bytes_per_unit);
+    let threads = if bytes < WORTH_WAKING { 1 } else { rayon::current_num_threads() };
+    if threads == 1 || units <= 1 {
+        if units > 0 {
+            work(0..units);
+        }
+        return;
+    }
+    let tasks = units.min(threads * TASKS_PER_THREAD).min((bytes / TASK).max(threads));
+    (0..tasks).into_par_iter().for_each(|i| work(cut(units, tasks, i)));
+}
+
+/// Calls `work` with ranges that cover `0..units` and a zeroed vector for each, to be filled with
+/// partial sums; adds the vectors to `total`, in order. The ranges depend on `units` alone, so
+/// the sums do not depend on the number of threads.
+pub(crate) fn sum_over_ranges<R: Real>(
+    units: usize,
+    bytes_per_unit: usize,
+    total: &mut [R],
+    work: impl Fn(Range<usize>, &mut [R]) + Sync,
+) {
+    if units == 0 {
+        return;
+    }
+    let blocks = (units / 16).clamp(1, MAX_BLOCKS);
+    let len = total.len().max(1);
+    scratch::with(blocks * len, |partials: &mut [R]| {
+        partials.fill(R::of(0.0));
+        let bytes = units.saturating_mul(bytes_per_unit);
+        if bytes < WORTH_WAKING || blocks == 1 || rayon::current_num_threads() == 1 {
+            for (i, partial) in partials.chunks_mut(len).enumerate() {
+                work(cut(units, blocks, i), &mut partial[..total.len()]);
+            }
+        } else {
+            partials.par_chunks_mut(len).enumerate().for_each(|(i, partial)| {
+                work(cut(units, blocks, i), &mut partial[..total.len()]);
+            });
+        }
+        for partial in partials.chunks(len) {
+            for (sum, &value) in total.iter_mut().zip(partial) {
+                *sum += value;
+            }
+        }
+    });
+}
+
+/// Range `i` of `0..units` cut into `parts` of nearly equal length.
+fn cut(units: usize, parts: usize, i: usize) -> Range<usize> {
+    let at = |i: usize| (units as u128 * i as u128 / parts as u128) as usize;
+    at(i)..at(i + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    #[test]
+    fn every_unit_is_visited_once() {
+        for (units, bytes) in [(0, 1), (1, 1 << 22), (7, 1 << 20), (1000, 1 << 12)] {
+            for threads in [1, 2, 3, 7] {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                let seen = Mutex::new(vec![0; units]);
+                pool.install(|| {
+                    for_each_range(units, bytes, |range| {
+                        for i in range {
+                            seen.lock().unwrap()[i] += 1;
+                        }
+                    });
+                });
+                assert!(seen.into_inner().unwrap().iter().all(|&n| n == 1));
+            }
+        }
+    }
+
+    #[test]
+    fn sums_do_not_depend_on_threads() {
+        let sum = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let mut total = [0.0f32; 3];
+            pool.install(|| {
+                sum_over_ranges(1001, 1 << 12, &mut total, |range, partial| {
+                    for i in range {
+                        for (k, p) in partial.iter_mut().enumerate() {
+                            *p += 1.0 / (1.0 + (i * 3 + k) as f32);
+                        }
+                    }
+                });
+            });
+            total
+        };
+        let one = sum(1);
+        assert!([2, 3, 7].into_iter().all(|threads| sum(threads) == one));
+        let exact: f64 = (0..1001).map(|i| 1.0 / (1.0 + 3.0 * f64::from(i))).sum();
+        assert!((f64::from(one[0]) - exact).abs() < 1e-5);
+    }
+}

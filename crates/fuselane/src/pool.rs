@@ -1,0 +1,361 @@
+//! Reusable output memory.
+//!
+//! On most systems a fresh large output costs several times what a memory-speed kernel costs: the
+//! system maps and clears each of its pages at the first touch. So the convenience forms of the
+//! operators return a [`Buffer`], whose memory comes from a process-wide pool and goes back to it
+//! when dropped. Large blocks are aligned to 2 MiB and, on Linux, advised to use huge pages.
+//!
+//! The pool keeps at most [`limit`] bytes of unused blocks (a quarter of the machine's memory
+//! unless [`set_limit`] says otherwise), gives all of them back on [`trim`], and keeps none after
+//! `set_limit(0)` or with the environment variable `FUSELANE_POOL=0`.
+//!
+//! ```
+//! use fuselane::{Act, View, pool};
+//! let x = vec![-1.0f32; 1 << 20];
+//! for _ in 0..3 {
+//!     let o = Act::Relu.forward(View::new(&x, &[1 << 20])?)?; // the same memory each time
+//!     assert_eq!(o.as_slice::<f32>()?[0], 0.0);
+//! }
+//! pool::trim();
+//! # Ok::<(), fuselane::Error>(())
+//! ```
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::collections::BTreeMap;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use crate::dtype::{DType, Element, Real};
+use crate::error::{Error, Result};
+use crate::view::{MAX_RANK, View, ViewMut};
+
+/// The size and alignment of a huge page, and the alignment of large blocks.
+const HUGE: usize = 2 << 20;
+/// The alignment of small blocks: a cache line.
+const LINE: usize = 64;
+
+/// What the pool holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Stats {
+    /// Bytes of unused blocks kept for reuse.
+    pub held_bytes: usize,
+    /// Bytes of blocks that live buffers use.
+    pub used_bytes: usize,
+    /// Buffers served from a kept block so far.
+    pub reused: usize,
+    /// Buffers that needed new memory so far.
+    pub fresh: usize,
+}
+
+#[derive(Default)]
+struct Pool {
+    free: BTreeMap<usize, Vec<Block>>,
+    stats: Stats,
+}
+
+/// Memory of a size class.
+struct Block {
+    ptr: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: a block is owned memory; whoever holds the `Block` is its only owner.
+unsafe impl Send for Block {}
+// SAFETY: a shared `Block` gives no access to its memory by itself.
+unsafe impl Sync for Block {}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        // SAFETY: `Block::new` allocated this with the same layout.
+        unsafe { dealloc(self.ptr.as_ptr(), block_layout(self.bytes)) }
+    }
+}
+
+fn block_layout(bytes: usize) -> Layout {
+    let align = if bytes >= HUGE { HUGE } else { LINE };
+    // SAFETY: the alignments are powers of two, and `class` keeps `bytes` below isize::MAX minus
+    // a huge page.
+    unsafe { Layout::from_size_align_unchecked(bytes, align) }
+}
+
+impl Block {
+    fn new(bytes: usize) -> Option<Self> {
+        // SAFETY: `class` never gives zero bytes. Zeroed, so that every byte of a buffer is
+        // initialised; for large blocks the system's fresh pages are zero already.
+        let ptr = NonNull::new(unsafe { alloc_zeroed(block_layout(bytes)) })?;
+        #[cfg(target_os = "linux")]
+        if bytes >= HUGE {
+            // SAFETY: advice about memory that this block owns; a refusal changes nothing.
+            unsafe { libc::madvise(ptr.as_ptr().cast(), bytes, libc::MADV_HUGEPAGE) };
+        }
+        Some(Self { ptr, bytes })
+    }
+}
+
+/// The size of the block that serves `bytes`: steps of an eighth of a power of two, at least a
+/// cache line, and whole huge pages from one huge page on. `None` when it cannot exist.
+fn class(bytes: usize) -> Option<usize> {
+    let step = |unit: usize| (bytes.max(1).checked_next_power_of_two().map(|p| (p / 16).max(unit)));
+    let unit = if bytes >= HUGE { step(HUGE)? } else { step(LINE)? };
+    let bytes = bytes.max(1).checked_next_multiple_of(unit)?;
+    (bytes < isize::MAX as usize - HUGE).then_some(bytes)
+}
+
+fn pool() -> MutexGuard<'static, Pool> {
+    static POOL: OnceLock<Mutex<Pool>> = OnceLock::new();
+    // Nothing in here can leave the pool half changed, so a poisoned lock is still good.
+    POOL.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn limit_cell() -> &'static AtomicUsize {
+    static LIMIT: OnceLock<AtomicUsize> = OnceLock::new();
+    LIMIT.get_or_init(|| {
+        let off = std::env::var("FUSELANE_POOL").is_ok_and(|v| v == "0");
+        AtomicUsize::new(if off { 0 } else { crate::machine::memory_bytes() / 4 })
+    })
+}
+
+/// The most bytes of unused blocks that the pool keeps.
+pub fn limit() -> usize {
+    limit_cell().load(Ordering::Relaxed)
+}
+
+/// Sets the most bytes of unused blocks that the pool keeps, and frees what is beyond; 0 turns
+/// the pool off.
+pub fn set_limit(bytes: usize) {
+    limit_cell().store(bytes, Ordering::Relaxed);
+    if pool().stats.held_bytes > bytes {
+        trim();
+    }
+}
+
+/// Gives all unused blocks back to the system.
+pub fn trim() {
+    let freed = {
+        let mut pool = pool();
+        pool.stats.held_bytes = 0;
+        std::mem::take(&mut pool.free)
+    };
+    drop(freed); // outside the lock
+}
+
+/// What the pool holds now.
+pub fn stats() -> Stats {
+    pool().stats
+}
+
+fn take(bytes: usize) -> Result<Block> {
+    let too_large =
+        || Error::new("pool", "memory", format!("of {bytes} bytes cannot be had"), "what fits");
+    let class = class(bytes).ok_or_else(too_large)?;
+    {
+        let mut pool = pool();
+        pool.stats.used_bytes += class;
+        if let Some(block) = pool.free.get_mut(&class).and_then(Vec::pop) {
+            pool.stats.held_bytes -= class;
+            pool.stats.reused += 1;
+            return Ok(block);
+        }
+        pool.stats.fresh += 1;
+    }
+    let block = Block::new(class).or_else(|| {
+        trim();
+        Block::new(class)
+    });
+    block.ok_or_else(|| {
+        pool().stats.used_bytes -= class;
+        too_large()
+    })
+}
+
+fn give_back(block: Block) {
+    let limit = limit();
+    let mut pool = pool();
+    pool.stats.used_bytes -= block.bytes;
+    if pool.stats.held_bytes + block.bytes <= limit {
+        pool.stats.held_bytes += block.bytes;
+        pool.free.entry(block.bytes).or_default().push(block);
+        return;
+    }
+    drop(pool); // so that freeing happens outside the lock
+    drop(block);
+}
+
+/// An owned dense tensor whose memory comes from the pool and goes back to it.
+///
+/// ```
+/// use fuselane::{Buffer, DType};
+/// let buffer = Buffer::zeros(DType::BF16, &[2, 3])?;
+/// assert_eq!((buffer.shape(), buffer.dtype()), (&[2, 3][..], DType::BF16));
+/// assert_eq!(buffer.as_slice::<f32>().unwrap_err().to_string(),
+///     "buffer: slice is of f32, expected bf16 (dtype of the buffer)");
+/// # Ok::<(), fuselane::Error>(())
+/// ```
+pub struct Buffer {
+    block: Option<Block>,
+    dtype: DType,
+    rank: usize,
+    shape: [usize; MAX_RANK],
+}
+
+impl Buffer {
+    /// Memory with arbitrary (initialised) content, for an operator to fill.
+    pub(crate) fn unfilled(dtype: DType, shape: &[usize]) -> Result<Self> {
+        // The shape's checks are those of a view.
+        let dense: View<'_> = View::dense_shape(dtype, shape)?;
+        let bytes = dense.len() * dtype.size();
+        let mut kept = [1; MAX_RANK];
+        kept[..shape.len()].copy_from_slice(shape);
+        Ok(Self { block: Some(take(bytes)?), dtype, rank: shape.len(), shape: kept })
+    }
+
+    /// A tensor of zeros.
+    pub fn zeros(dtype: DType, shape: &[usize]) -> Result<Self> {
+        let mut buffer = Self::unfilled(dtype, shape)?;
+        let bytes = buffer.len() * dtype.size();
+        // SAFETY: the block holds at least the bytes of the shape.
+        unsafe { buffer.ptr().write_bytes(0, bytes) };
+        buffer.shape[..].iter_mut().skip(buffer.rank).for_each(|s| *s = 1);
+        Ok(buffer)
+    }
+
+    /// The size of each dimension.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape[..self.rank]
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The number of elements.
+    pub fn len(&self) -> usize {
+        self.shape().iter().product()
+    }
+
+    /// Whether some dimension is zero.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn ptr(&self) -> *mut u8 {
+        self.block.as_ref().map_or(std::ptr::null_mut(), |b| b.ptr.as_ptr())
+    }
+
+    fn strides(&self) -> [isize; MAX_RANK] {
+        let mut strides = [1; MAX_RANK];
+        for i in (1..self.rank).rev() {
+            strides[i - 1] = strides[i] * self.shape[i].max(1) as isize;
+        }
+        strides
+    }
+
+    /// A view to read.
+    pub fn view(&self) -> View<'_> {
+        // SAFETY: the block holds the elements of this dense shape, initialised, and outlives the
+        // borrow of `self`.
+        let view = unsafe {
+            View::from_raw(self.ptr(), self.dtype, self.shape(), &self.strides()[..self.rank])
+        };
+        view.unwrap_or_else(|_| unreachable!("the shape was checked when the buffer was made"))
+    }
+
+    /// A view to write.
+    pub fn view_mut(&mut self) -> ViewMut<'_> {
+        // SAFETY: as for `view`, and the borrow is exclusive.
+        let view = unsafe {
+            ViewMut::from_raw(self.ptr(), self.dtype, self.shape(), &self.strides()[..self.rank])
+        };
+        view.unwrap_or_else(|_| unreachable!("the shape was checked when the buffer was made"))
+    }
+
+    fn check<T: Element>(&self) -> Result<()> {
+        if T::DTYPE != self.dtype {
+            return Err(Error::new(
+                "buffer",
+                "slice",
+                format!("is of {}", T::DTYPE),
+                format!("{} (dtype of the buffer)", self.dtype),
+            ));
+        }
+        Ok(())
+    }
+
+    /// The elements, if `T` is their type.
+    pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
+        self.check::<T>()?;
+        // SAFETY: the block holds `len` initialised elements of this type, aligned to a cache
+        // line.
+        Ok(unsafe { std::slice::from_raw_parts(self.ptr().cast(), self.len()) })
+    }
+
+    /// The elements to write, if `T` is their type.
+    pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
+        self.check::<T>()?;
+        // SAFETY: as for `as_slice`, and the borrow is exclusive.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.ptr().cast(), self.len()) })
+    }
+
+    /// A copy of the elements, if `T` is their type.
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        Ok(self.as_slice::<T>()?.to_vec())
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if let Some(block) = self.block.take() {
+            give_back(block);
+        }
+    }
+}
+
+impl std::fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Buffer")
+            .field("dtype", &self.dtype)
+            .field("shape", &self.shape())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The first `len` numbers of `words` from a cache line's start on.
+pub(crate) fn aligned_numbers<R: Real>(words: &mut [u64], len: usize) -> &mut [R] {
+    let skip = words.as_ptr().align_offset(LINE).min(words.len());
+    let words = &mut words[skip..];
+    assert!(len * size_of::<R>() <= size_of_val(words), "scratch is too short");
+    // SAFETY: `R` is f32 or f64, valid for any bits and aligned no more than u64; the length was
+    // just checked.
+    unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), len) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn classes_waste_little_and_repeat() {
+        for bytes in [1, 63, 64, 65, 4096, 100_000, HUGE - 1, HUGE, HUGE + 1, 37_748_736, 1 << 31] {
+            let class = class(bytes).unwrap();
+            assert!(class >= bytes);
+            assert!(class <= bytes + bytes / 8 + HUGE.min(bytes.next_power_of_two().max(LINE)));
+            assert_eq!(super::class(class), Some(class));
+        }
+        assert_eq!(class(usize::MAX), None);
+        assert_eq!(class(isize::MAX as usize), None);
+    }
+
+    #[test]
+    fn large_blocks_are_aligned_and_memory_comes_back() {
+        let shape = [3, HUGE];
+        let first = Buffer::unfilled(DType::F32, &shape).unwrap();
+        let address = first.ptr() as usize;
+        assert_eq!(address % HUGE, 0);
+        drop(first);
+        assert_eq!(Buffer::unfilled(DType::F32, &shape).unwrap().ptr() as usize, address);
+        assert!(Buffer::unfilled(DType::F32, &[usize::MAX / 8, 4]).is_err());
+        assert!(Buffer::unfilled(DType::F32, &[isize::MAX as usize / 64]).is_err());
+    }
+}

@@ -1,0 +1,561 @@
+//! The operands of a call, cut into rows: from checked views to slices that kernels work on.
+//!
+//! [`Rows`] takes the views of a call, checks what all operators ask of them (shapes, dtypes,
+//! contiguous rows, no output over an input), and hands out the rows: in parallel, in
+//! [`Part`]s that own disjoint ranges of them, and within a part one [`Row`] at a time. The kernels
+//! above are safe code; this file holds the pointers.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use crate::dtype::{DType, Element};
+use crate::error::{Error, Result};
+use crate::parallel;
+use crate::view::{MAX_RANK, View, ViewMut};
+
+/// A named argument.
+pub(crate) type Named<V> = (&'static str, V);
+
+/// Where the rows of one operand lie.
+#[derive(Clone, Copy)]
+struct Operand {
+    /// Null when the operand is absent.
+    base: *mut u8,
+    size: usize,
+    len: usize,
+    /// Bytes from row to row, for each dimension.
+    steps: [isize; MAX_RANK],
+}
+
+impl Operand {
+    const ABSENT: Self = Self { base: std::ptr::null_mut(), size: 1, len: 0, steps: [0; MAX_RANK] };
+}
+
+/// The last dimension cut into column tiles, for reductions along another one.
+#[derive(Clone, Copy)]
+struct Tiles {
+    dim: usize,
+    width: usize,
+}
+
+/// The rows of `I` inputs and `O` outputs of the activations' dtype, and of `SI` and `SO`
+/// statistics of the arithmetic type. Absent operands have empty rows.
+pub(crate) struct Rows<'a, const I: usize, const O: usize, const SI: usize = 0, const SO: usize = 0>
+{
+    dtype: DType,
+    rank: usize,
+    shape: [usize; MAX_RANK],
+    count: usize,
+    inputs: [Operand; I],
+    outputs: [Operand; O],
+    kept: [Operand; SI],
+    keeps: [Operand; SO],
+    tiles: Option<Tiles>,
+    memory: PhantomData<(&'a [u8], &'a mut [u8])>,
+}
+
+// SAFETY: the pointers are borrows of plain numbers, shared for inputs and exclusive for outputs;
+// `Part`s, the only access to them, own disjoint rows.
+unsafe impl<const I: usize, const O: usize, const SI: usize, const SO: usize> Sync
+    for Rows<'_, I, O, SI, SO>
+{
+}
+
+/// Rows that one thread owns.
+pub(crate) struct Part<'r, const I: usize, const O: usize, const SI: usize = 0, const SO: usize = 0>
+{
+    rows: &'r Rows<'r, I, O, SI, SO>,
+    range: Range<usize>,
+    at: usize,
+    index: [usize; MAX_RANK],
+}
+
+/// One row of every operand.
+pub(crate) struct Row<
+    'r,
+    T: Element,
+    const I: usize,
+    const O: usize,
+    const SI: usize = 0,
+    const SO: usize = 0,
+> {
+    /// Inputs, in the order they were given to [`Rows::new`].
+    pub(crate) inputs: [&'r [T]; I],
+    /// Outputs.
+    pub(crate) outputs: [&'r mut [T]; O],
+    /// Statistics that the forward kept.
+    pub(crate) kept: [&'r [T::Real]; SI],
+    /// Statistics to keep.
+    pub(crate) keeps: [&'r mut [T::Real]; SO],
+}
+
+/// What [`Rows::new`] takes.
+pub(crate) struct Operands<'a, const I: usize, const O: usize, const SI: usize, const SO: usize> {
+    /// The activations' dtype and the shape of all dimensions but the last: those of this view.
+    pub(crate) like: Named<View<'a>>,
+    pub(crate) inputs: [Named<Option<View<'a>>>; I],
+    pub(crate) outputs: [Named<Option<ViewMut<'a>>>; O],
+    /// The last dimension of each statistic.
+    pub(crate) statistics_len: usize,
+    pub(crate) kept: [Named<Option<View<'a>>>; SI],
+    pub(crate) keeps: [Named<Option<ViewMut<'a>>>; SO],
+    /// The last dimension of each input, then of each output, where it is not that of `like`.
+    pub(crate) input_len: [Option<usize>; I],
+    pub(crate) output_len: [Option<usize>; O],
+}
+
+impl<'a, const I: usize, const O: usize> Operands<'a, I, O, 0, 0> {
+    /// Operands without statistics whose rows are all as long as those of `like`.
+    pub(crate) fn plain(
+        like: Named<View<'a>>,
+        inputs: [Named<Option<View<'a>>>; I],
+        outputs: [Named<Option<ViewMut<'a>>>; O],
+    ) -> Self {
+        Self {
+            like,
+            inputs,
+            outputs,
+            statistics_len: 0,
+            kept: [],
+            keeps: [],
+            input_len: [None; I],
+            output_len: [None; O],
+        }
+    }
+}
+
+/// Checks one operand against the shape of `like` (last dimension `len`) and `dtype`.
+fn check(
+    operator: &'static str,
+    like: &Named<View<'_>>,
+    name: &'static str,
+    view: View<'_>,
+    dtype: DType,
+    len: usize,
+) -> Result<()> {
+    let mut expected = [0; MAX_RANK];
+    let rank = like.1.rank();
+    expected[..rank].copy_from_slice(like.1.shape());
+    expected[rank - 1] = len;
+    if view.shape() != &expected[..rank] {
+        return Err(Error::new(
+            operator,
+            name,
+            format!("has shape {:?}", view.shape()),
+            format!("{:?} (from {} {:?})", &expected[..rank], like.0, like.1.shape()),
+        ));
+    }
+    if view.dtype() != dtype {
+        let why = if dtype == like.1.dtype() { "dtype of" } else { "arithmetic type of" };
+        return Err(Error::new(
+            operator,
+            name,
+            format!("has dtype {}", view.dtype()),
+            format!("{dtype} ({why} {})", like.0),
+        ));
+    }
+    contiguous_rows(operator, name, view)
+}
+
+/// The last dimension has to be contiguous.
+pub(crate) fn contiguous_rows(
+    operator: &'static str,
+    name: &'static str,
+    view: View<'_>,
+) -> Result<()> {
+    match (view.shape().last(), view.strides().last()) {
+        (Some(&size), Some(&stride)) if size > 1 && stride != 1 && !view.is_empty() => {
+            Err(Error::new(
+                operator,
+                name,
+                format!("has stride {stride} in its last dimension"),
+                "1 (rows have to be contiguous; permute or copy it first)",
+            ))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// No output may share memory with an input or another output.
+pub(crate) fn disjoint(
+    operator: &'static str,
+    inputs: &[Named<Option<View<'_>>>],
+    outputs: &[Named<View<'_>>],
+) -> Result<()> {
+    for (i, (name, output)) in outputs.iter().enumerate() {
+        let others = inputs
+            .iter()
+            .filter_map(|&(name, view)| Some((name, view?)))
+            .chain(outputs[..i].iter().copied());
+        for (other_name, other) in others {
+            let (a, b) = (output.span(), other.span());
+            if a.start < b.end && b.start < a.end {
+                return Err(Error::new(
+                    operator,
+                    name,
+                    format!("overlaps {other_name} in memory"),
+                    "memory of its own",
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+impl<'a, const I: usize, const O: usize, const SI: usize, const SO: usize> Rows<'a, I, O, SI, SO> {
+    /// Checks the operands and collects their rows: all dimensions but the last, in index order.
+    pub(crate) fn new(
+        operator: &'static str,
+        operands: Operands<'a, I, O, SI, SO>,
+    ) -> Result<Self> {
+        let like = operands.like;
+        let (dtype, real) = (like.1.dtype(), like.1.dtype().real());
+        let Some((&len, outer)) = like.1.shape().split_last() else {
+            return Err(Error::new(
+                operator,
+                like.0,
+                "has no dimensions",
+                "at least one (rows run along the last)",
+            ));
+        };
+        for (i, &(name, view)) in operands.inputs.iter().enumerate() {
+            if let Some(view) = view {
+                check(operator, &like, name, view, dtype, operands.input_len[i].unwrap_or(len))?;
+            }
+        }
+        for (i, (name, view)) in operands.outputs.iter().enumerate() {
+            if let Some(view) = view {
+                let len = operands.output_len[i].unwrap_or(len);
+                check(operator, &like, name, view.as_view(), dtype, len)?;
+            }
+        }
+        let statistics = operands.statistics_len;
+        for &(name, view) in &operands.kept {
+            if let Some(view) = view {
+                check(operator, &like, name, view, real, statistics)?;
+            }
+        }
+        for (name, view) in &operands.keeps {
+            if let Some(view) = view {
+                check(operator, &like, name, view.as_view(), real, statistics)?;
+            }
+        }
+        let mut written = Vec::with_capacity(O + SO);
+        for (name, view) in operands.outputs.iter().chain(&operands.keeps) {
+            if let Some(view) = view {
+                written.push((*name, view.as_view()));
+            }
+        }
+        disjoint(operator, &operands.inputs, &written)?;
+        disjoint(operator, &operands.kept, &written)?;
+
+        let input = |(_, view): Named<Option<View<'a>>>| match view {
+            Some(view) => operand(view.as_ptr().cast_mut(), &view),
+            None => Operand::ABSENT,
+        };
+        let output = |(_, view): Named<Option<ViewMut<'a>>>| match view {
+            Some(view) => operand(view.raw(), &view.as_view()),
+            None => Operand::ABSENT,
+        };
+        let mut shape = [1; MAX_RANK];
+        shape[..outer.len()].copy_from_slice(outer);
+        Ok(Self {
+            dtype,
+            rank: outer.len(),
+            shape,
+            count: outer.iter().product(),
+            inputs: operands.inputs.map(input),
+            outputs: operands.outputs.map(output),
+            kept: operands.kept.map(input),
+            keeps: operands.keeps.map(output),
+            tiles: None,
+            memory: PhantomData,
+        })
+    }
+
+    /// Joins neighbouring dimensions that every operand steps through evenly, so that stepping is
+    /// rare; with `flat`, rows too, so that a dense tensor is a single row.
+    pub(crate) fn merged(mut self, flat: bool) -> Self {
+        if self.count == 0 {
+            return self;
+        }
+        let mut dims: Vec<usize> = (0..self.rank).filter(|&d| self.shape[d] != 1).collect();
+        if flat {
+            while let Some(&last) = dims.last() {
+                let size = self.shape[last];
+                if !self.operands().all(|o| o.steps[last] == (o.len * o.size) as isize) {
+                    break;
+                }
+                self.for_each_operand(|o| o.len *= size);
+                dims.pop();
+            }
+        }
+        let mut kept: Vec<usize> = Vec::with_capacity(dims.len());
+        for &d in dims.iter().rev() {
+            if let Some(&inner) = kept.last() {
+                let size = self.shape[inner];
+                if self.operands().all(|o| o.steps[d] == o.steps[inner] * size as isize) {
+                    self.shape[inner] *= self.shape[d];
+                    continue;
+                }
+            }
+            kept.push(d);
+        }
+        kept.reverse();
+        let old = self.shape;
+        self.shape = [1; MAX_RANK];
+        for (i, &d) in kept.iter().enumerate() {
+            self.shape[i] = old[d];
+        }
+        self.for_each_operand(|o| {
+            let old = o.steps;
+            o.steps = [0; MAX_RANK];
+            for (i, &d) in kept.iter().enumerate() {
+                o.steps[i] = old[d];
+            }
+        });
+        self.rank = kept.len();
+        self.count = self.shape[..self.rank].iter().product();
+        self
+    }
+
+    /// Moves dimension `dim` (not the last) innermost, and cuts the rows into tiles of `width`
+    /// columns: the rows of one tile along `dim` follow each other.
+    pub(crate) fn columns(mut self, dim: usize, width: usize) -> Self {
+        let len = self.operands().map(|o| o.len).max().unwrap_or(0);
+        let along = self.shape[dim];
+        self.shape.copy_within(dim + 1..self.rank, dim);
+        self.shape[self.rank - 1] = len.div_ceil(width);
+        self.shape[self.rank] = along;
+        let rank = self.rank;
+        self.for_each_operand(|o| {
+            let step = o.steps[dim];
+            o.steps.copy_within(dim + 1..rank, dim);
+            o.steps[rank - 1] = (width * o.size) as isize;
+            o.steps[rank] = step;
+        });
+        self.tiles = Some(Tiles { dim: rank - 1, width });
+        self.rank += 1;
+        self.count = self.shape[..self.rank].iter().product();
+        self
+    }
+
+    /// Cuts each row into rows of at most `width`, for operators that work element by element.
+    pub(crate) fn tiled(mut self, width: usize) -> Self {
+        let (rank, len) = (self.rank, self.operands().map(|o| o.len).max().unwrap_or(0));
+        self.shape[rank] = len.div_ceil(width);
+        self.for_each_operand(|o| o.steps[rank] = (width * o.size) as isize);
+        self.tiles = Some(Tiles { dim: rank, width });
+        self.rank += 1;
+        self.count = self.shape[..self.rank].iter().product();
+        self
+    }
+
+    /// Whether stores should go past the caches: where the outputs would not stay there anyway.
+    pub(crate) fn stream(&self) -> bool {
+        self.output_bytes() >= crate::machine::last_level_cache_bytes()
+    }
+
+    /// The number of rows.
+    pub(crate) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// The length of each row of an input.
+    pub(crate) fn input_len(&self, i: usize) -> usize {
+        self.inputs[i].len
+    }
+
+    /// The activations' dtype.
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The bytes that all outputs of the activations' dtype take.
+    fn output_bytes(&self) -> usize {
+        let rows: usize = self.outputs.iter().map(|o| self.tile(o) * o.size).sum();
+        rows.saturating_mul(self.count)
+    }
+
+    /// The length of an operand's longest row.
+    fn tile(&self, o: &Operand) -> usize {
+        self.tiles.map_or(o.len, |t| o.len.min(t.width))
+    }
+
+    /// The bytes that one row of all operands takes.
+    fn row_bytes(&self) -> usize {
+        self.operands().map(|o| self.tile(o) * o.size).sum()
+    }
+
+    /// Runs `work` over all rows, in parallel where that pays, in parts of whole groups of
+    /// `group` rows.
+    pub(crate) fn for_each_part(&self, group: usize, work: impl Fn(Part<'_, I, O, SI, SO>) + Sync) {
+        if self.count == 0 {
+            return;
+        }
+        parallel::for_each_range(self.count / group, self.row_bytes() * group, |range| {
+            work(self.part(range.start * group..range.end * group));
+        });
+    }
+
+    /// Runs `work` over rows in a fixed number of blocks (a function of the sizes alone), each
+    /// with a vector of partial sums, and adds these vectors in order into `total`.
+    pub(crate) fn sum_over_parts<R: crate::dtype::Real>(
+        &self,
+        group: usize,
+        total: &mut [R],
+        work: impl Fn(Part<'_, I, O, SI, SO>, &mut [R]) + Sync,
+    ) {
+        let groups = self.count / group.max(1);
+        parallel::sum_over_ranges(groups, self.row_bytes() * group, total, |range, partial| {
+            work(self.part(range.start * group..range.end * group), partial);
+        });
+    }
+
+    /// Private: `for_each_part` and `sum_over_parts` hand out each row once.
+    fn part(&self, range: Range<usize>) -> Part<'_, I, O, SI, SO> {
+        let at = range.start;
+        let mut part = Part { rows: self, range, at, index: [0; MAX_RANK] };
+        part.seek(at);
+        part
+    }
+
+    fn operands(&self) -> impl Iterator<Item = &Operand> {
+        let all = self.inputs.iter().chain(&self.outputs).chain(&self.kept).chain(&self.keeps);
+        all.filter(|o| !o.base.is_null())
+    }
+
+    fn for_each_operand(&mut self, f: impl FnMut(&mut Operand)) {
+        let all = self.inputs.iter_mut().chain(&mut self.outputs);
+        let all = all.chain(&mut self.kept).chain(&mut self.keeps);
+        all.filter(|o| !o.base.is_null()).for_each(f);
+    }
+}
+
+fn operand(base: *mut u8, view: &View<'_>) -> Operand {
+    let size = view.dtype().size();
+    let mut steps = [0; MAX_RANK];
+    let (&len, outer) = view.shape().split_last().unwrap_or((&1, &[]));
+    for (step, &stride) in steps.iter_mut().zip(&view.strides()[..outer.len()]) {
+        *step = stride.wrapping_mul(size as isize);
+    }
+    Operand { base, size, len, steps }
+}
+
+impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize> Part<'r, I, O, SI, SO> {
+    /// The rows of this part, by number.
+    #[inline(always)]
+    pub(crate) fn range(&self) -> Range<usize> {
+        self.range.clone()
+    }
+
+    /// Goes to a row by its number.
+    pub(crate) fn seek(&mut self, row: usize) {
+        self.at = row;
+        let mut rest = row;
+        for d in (0..self.rows.rank).rev() {
+            let size = self.rows.shape[d].max(1);
+            self.index[d] = rest % size;
+            rest /= size;
+        }
+    }
+
+    /// The row at the current place, if it is in this part; then goes on to the next.
+    #[inline(always)]
+    pub(crate) fn next<T: Element>(&mut self) -> Option<Row<'_, T, I, O, SI, SO>> {
+        if self.at >= self.range.end || self.at < self.range.start {
+            return None;
+        }
+        let rank = self.rows.rank;
+        let index = self.index;
+        self.at += 1;
+        for d in (0..rank).rev() {
+            self.index[d] += 1;
+            if self.index[d] < self.rows.shape[d] {
+                break;
+            }
+            self.index[d] = 0;
+        }
+        // SAFETY: `index` is that of a row within `range`, which this part owns.
+        Some(unsafe { self.row_at(&index[..rank]) })
+    }
+
+    /// The row at an index of three dimensions (of [`Rows`] with just three), if it is in this
+    /// part.
+    #[inline(always)]
+    pub(crate) fn at<T: Element>(&mut self, index: [usize; 3]) -> Option<Row<'_, T, I, O, SI, SO>> {
+        let shape = &self.rows.shape;
+        let inside = index.iter().zip(&shape[..3]).all(|(i, size)| i < size);
+        let row = (index[0] * shape[1] + index[1]) * shape[2] + index[2];
+        if !inside || self.rows.rank != 3 || row < self.range.start || row >= self.range.end {
+            return None;
+        }
+        // SAFETY: the row was just found within `range`, which this part owns.
+        Some(unsafe { self.row_at(&index) })
+    }
+
+    /// Asks for the cache lines of input `i` at an index of three dimensions, which may lie
+    /// anywhere.
+    #[inline(always)]
+    pub(crate) fn prefetch<L: crate::simd::Lanes>(&self, i: usize, index: [usize; 3]) {
+        let o = &self.rows.inputs[i];
+        let mut p = o.base.cast_const();
+        for (&i, &step) in index.iter().zip(&o.steps) {
+            p = p.wrapping_offset(step.wrapping_mul(i as isize));
+        }
+        for line in 0..(o.len * o.size).div_ceil(64) {
+            L::prefetch(p.wrapping_add(line * 64));
+        }
+    }
+
+    /// # Safety
+    /// `index` is that of a row that this part owns. The borrow of `self` keeps two rows from
+    /// being held at once.
+    #[inline(always)]
+    unsafe fn row_at<T: Element>(&mut self, index: &[usize]) -> Row<'_, T, I, O, SI, SO> {
+        let rows = self.rows;
+        assert!(T::DTYPE == rows.dtype, "rows of {} taken as {}", rows.dtype, T::DTYPE);
+        let place = |o: &Operand| -> (*mut u8, usize) {
+            let mut offset = 0;
+            for (&i, &step) in index.iter().zip(&o.steps) {
+                offset += i as isize * step;
+            }
+            let len = match rows.tiles {
+                None => o.len,
+                Some(t) => o.len.saturating_sub(index[t.dim] * t.width).min(t.width),
+            };
+            if o.base.is_null() {
+                return (std::ptr::NonNull::<u64>::dangling().as_ptr().cast(), 0);
+            }
+            (o.base.wrapping_offset(offset), len)
+        };
+        // SAFETY: each operand's view was checked, when it was made, to hold all elements that an
+        // index reaches; `Rows::new` checked its dtype, that rows are contiguous, and that outputs
+        // overlap nothing (and a `ViewMut` not itself), and this part is the only owner of the
+        // row. The slices live no longer than the borrow of the part.
+        unsafe {
+            Row {
+                inputs: rows.inputs.each_ref().map(|o| slice::<T>(place(o))),
+                outputs: rows.outputs.each_ref().map(|o| slice_mut::<T>(place(o))),
+                kept: rows.kept.each_ref().map(|o| slice::<T::Real>(place(o))),
+                keeps: rows.keeps.each_ref().map(|o| slice_mut::<T::Real>(place(o))),
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As for [`std::slice::from_raw_parts`].
+#[inline(always)]
+unsafe fn slice<'s, T>((p, len): (*mut u8, usize)) -> &'s [T] {
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts(p.cast(), len) }
+}
+
+/// # Safety
+/// As for [`std::slice::from_raw_parts_mut`].
+#[inline(always)]
+unsafe fn slice_mut<'s, T>((p, len): (*mut u8, usize)) -> &'s mut [T] {
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts_mut(p.cast(), len) }
+}
