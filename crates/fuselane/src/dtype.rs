@@ -176,6 +176,23 @@ macro_rules! with_element {
 }
 pub(crate) use with_element;
 
+/// Runs `$body` with `$R` bound to the arithmetic type of a [`DType`].
+macro_rules! with_real {
+    ($dtype:expr, $R:ident => $body:expr) => {
+        match $dtype.real() {
+            $crate::DType::F64 => {
+                type $R = f64;
+                $body
+            }
+            _ => {
+                type $R = f32;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_real;
+
 #[cfg(test)]
 mod tests {
     use super::*;

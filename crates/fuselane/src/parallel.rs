@@ -8,7 +8,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use crate::dtype::Real;
-use crate::scratch;
+use crate::scratch::Scratch;
 
 /// Below this many bytes of operands, one thread is as fast as several.
 const WORTH_WAKING: usize = 1 << 20;
@@ -54,24 +54,23 @@ pub(crate) fn sum_over_ranges<R: Real>(
     }
     let blocks = (units / 16).clamp(1, MAX_BLOCKS);
     let len = total.len().max(1);
-    scratch::with(blocks * len, |partials: &mut [R]| {
-        partials.fill(R::of(0.0));
-        let bytes = units.saturating_mul(bytes_per_unit);
-        if bytes < WORTH_WAKING || blocks == 1 || rayon::current_num_threads() == 1 {
-            for (i, partial) in partials.chunks_mut(len).enumerate() {
-                work(cut(units, blocks, i), &mut partial[..total.len()]);
-            }
-        } else {
-            partials.par_chunks_mut(len).enumerate().for_each(|(i, partial)| {
-                work(cut(units, blocks, i), &mut partial[..total.len()]);
-            });
+    let mut partials = Scratch::<R>::zeros(blocks * len);
+    let partials = &mut partials[..blocks * len];
+    let bytes = units.saturating_mul(bytes_per_unit);
+    if bytes < WORTH_WAKING || blocks == 1 || rayon::current_num_threads() == 1 {
+        for (i, partial) in partials.chunks_mut(len).enumerate() {
+            work(cut(units, blocks, i), &mut partial[..total.len()]);
         }
-        for partial in partials.chunks(len) {
-            for (sum, &value) in total.iter_mut().zip(partial) {
-                *sum += value;
-            }
+    } else {
+        partials.par_chunks_mut(len).enumerate().for_each(|(i, partial)| {
+            work(cut(units, blocks, i), &mut partial[..total.len()]);
+        });
+    }
+    for partial in partials.chunks(len) {
+        for (sum, &value) in total.iter_mut().zip(partial) {
+            *sum += value;
         }
-    });
+    }
 }
 
 /// Range `i` of `0..units` cut into `parts` of nearly equal length.

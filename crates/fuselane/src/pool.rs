@@ -322,13 +322,41 @@ impl std::fmt::Debug for Buffer {
 }
 
 /// The first `len` numbers of `words` from a cache line's start on.
-pub(crate) fn aligned_numbers<R: Real>(words: &mut [u64], len: usize) -> &mut [R] {
-    let skip = words.as_ptr().align_offset(LINE).min(words.len());
-    let words = &mut words[skip..];
+#[inline(always)]
+pub(crate) fn aligned_numbers<R: Real>(words: &[u64], len: usize) -> &[R] {
+    let words = &words[words.as_ptr().align_offset(LINE)..];
     assert!(len * size_of::<R>() <= size_of_val(words), "scratch is too short");
     // SAFETY: `R` is f32 or f64, valid for any bits and aligned no more than u64; the length was
     // just checked.
+    unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), len) }
+}
+
+/// [`aligned_numbers`], to write.
+#[inline(always)]
+pub(crate) fn aligned_numbers_mut<R: Real>(words: &mut [u64], len: usize) -> &mut [R] {
+    let skip = words.as_ptr().align_offset(LINE);
+    let words = &mut words[skip..];
+    assert!(len * size_of::<R>() <= size_of_val(words), "scratch is too short");
+    // SAFETY: as in `aligned_numbers`; the borrow is exclusive.
     unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), len) }
+}
+
+/// The same numbers under the name that a kernel has for their type (`T::Real`), which the compiler
+/// cannot know to be the caller's `A`.
+#[inline(always)]
+pub(crate) fn same_reals<A: Real, B: Real>(numbers: &[A]) -> &[B] {
+    assert!(A::DTYPE == B::DTYPE, "{} taken as {}", A::DTYPE, B::DTYPE);
+    // SAFETY: f32 and f64 are the only types that are `Real`, and the tags are equal, so `A` is
+    // `B`.
+    unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), numbers.len()) }
+}
+
+/// [`same_reals`], to write.
+#[inline(always)]
+pub(crate) fn same_reals_mut<A: Real, B: Real>(numbers: &mut [A]) -> &mut [B] {
+    assert!(A::DTYPE == B::DTYPE, "{} taken as {}", A::DTYPE, B::DTYPE);
+    // SAFETY: as in `same_reals`; the borrow is exclusive.
+    unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), numbers.len()) }
 }
 
 #[cfg(test)]

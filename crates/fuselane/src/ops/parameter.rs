@@ -3,6 +3,7 @@
 use crate::dtype::{DType, Element, Real};
 use crate::error::{Error, Result};
 use crate::isa;
+use crate::pool::{same_reals, same_reals_mut};
 use crate::simd::{self, Kernel, Lanes, Math, Memory};
 use crate::view::{View, ViewMut};
 
@@ -36,7 +37,8 @@ where
     }
 }
 
-/// Brings sums that kernels for activations of `dtype` left in register order into index order.
+/// Brings sums that kernels for activations of `dtype` left in register order (whole blocks) into
+/// index order, up to the end of `values`.
 pub(crate) fn to_index_order<R: Real>(dtype: DType, registers: &[R], values: &mut [R]) {
     struct Reorder<'a, R> {
         registers: &'a [R],
@@ -49,17 +51,10 @@ pub(crate) fn to_index_order<R: Real>(dtype: DType, registers: &[R], values: &mu
             T: Element,
             L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
         {
-            // `R` is `T::Real`: by way of f64, which is exact, to let the types meet.
-            let mut block = [T::Real::of(0.0); simd::MAX_LANES];
-            let mut ordered = [T::Real::of(0.0); simd::MAX_LANES];
-            for (from, to) in self.registers.chunks(L::N).zip(self.values.chunks_mut(L::N)) {
-                for (b, &value) in block.iter_mut().zip(from) {
-                    *b = T::Real::of(value.to_f64());
-                }
-                L::get(&block, 0).write(&mut ordered[..], 0, false);
-                for (value, o) in to.iter_mut().zip(ordered) {
-                    *value = R::of(o.to_f64());
-                }
+            let registers: &[T::Real] = same_reals(self.registers);
+            let values: &mut [T::Real] = same_reals_mut(self.values);
+            for i in (0..registers.len()).step_by(L::N) {
+                L::get(registers, i).write(values, i, false);
             }
         }
     }
