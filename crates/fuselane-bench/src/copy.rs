@@ -1,0 +1,303 @@
+//! Copies of memory, and how fast this machine makes them.
+//!
+//! The copy that stores past the caches is the yardstick of every operator: above the size of the
+//! last-level cache a plain copy first reads each line that it is about to overwrite, and so
+//! moves a half more than it has to. Rates count the bytes read plus the bytes written.
+//!
+//! The buffers are aligned to 2 MiB and ask for huge pages, since with small pages one measures
+//! the page tables too.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ptr::NonNull;
+use std::time::{Duration, Instant};
+
+use rayon::prelude::*;
+use serde::Serialize;
+
+/// How bytes are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Kind {
+    /// The standard library's copy.
+    Memcpy,
+    /// Stores past the caches.
+    Streaming,
+}
+
+impl Kind {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Memcpy => "memcpy",
+            Self::Streaming => "streaming",
+        }
+    }
+
+    /// Whether this CPU can.
+    pub(crate) fn is_available(self) -> bool {
+        match self {
+            Self::Memcpy => true,
+            Self::Streaming => can_stream(),
+        }
+    }
+
+    /// Copies on this thread.
+    fn copy(self, from: &[u8], to: &mut [u8]) {
+        match self {
+            Self::Memcpy => to.copy_from_slice(from),
+            Self::Streaming => stream(from, to),
+        }
+    }
+
+    /// Copies with all threads of the current rayon pool, each of which takes one piece.
+    fn copy_parallel(self, from: &[u8], to: &mut [u8]) {
+        let piece = from.len().div_ceil(rayon::current_num_threads()).max(1);
+        let pieces = to.par_chunks_mut(piece).zip(from.par_chunks(piece));
+        pieces.for_each(|(to, from)| self.copy(from, to));
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn can_stream() -> bool {
+    is_x86_feature_detected!("avx")
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn can_stream() -> bool {
+    false
+}
+
+/// Copies past the caches where this CPU can, and plainly elsewhere.
+///
+/// # Panics
+/// When the lengths differ.
+pub(crate) fn stream(from: &[u8], to: &mut [u8]) {
+    assert_eq!(from.len(), to.len(), "both sides of a copy have one length");
+    #[cfg(target_arch = "x86_64")]
+    if can_stream() {
+        // SAFETY: the CPU has AVX, as was just found.
+        unsafe { stream_avx(from, to) };
+        return;
+    }
+    to.copy_from_slice(from);
+}
+
+/// # Safety
+/// The CPU has AVX.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx")]
+unsafe fn stream_avx(from: &[u8], to: &mut [u8]) {
+    use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
+    /// Two cache lines per turn, in four registers.
+    const BLOCK: usize = 128;
+
+    let head = to.as_ptr().align_offset(32).min(to.len());
+    let (from_head, from) = from.split_at(head);
+    let (to_head, to) = to.split_at_mut(head);
+    to_head.copy_from_slice(from_head);
+
+    let (from_blocks, from_tail) = from.as_chunks::<BLOCK>();
+    let (to_blocks, to_tail) = to.as_chunks_mut::<BLOCK>();
+    for (from, to) in from_blocks.iter().zip(to_blocks) {
+        let from = from.as_ptr().cast::<__m256i>();
+        let to = to.as_mut_ptr().cast::<__m256i>();
+        // SAFETY: `from` and `to` point to `BLOCK` bytes, four registers. `to` is aligned to 32
+        // bytes: `head` was cut off for it, and `BLOCK` is a multiple of 32.
+        unsafe {
+            let a = _mm256_loadu_si256(from);
+            let b = _mm256_loadu_si256(from.add(1));
+            let c = _mm256_loadu_si256(from.add(2));
+            let d = _mm256_loadu_si256(from.add(3));
+            _mm256_stream_si256(to, a);
+            _mm256_stream_si256(to.add(1), b);
+            _mm256_stream_si256(to.add(2), c);
+            _mm256_stream_si256(to.add(3), d);
+        }
+    }
+    to_tail.copy_from_slice(from_tail);
+    // Streamed stores are weakly ordered; the fence makes them seen before whatever this thread
+    // does next, such as telling another thread that the copy is done.
+    _mm_sfence();
+}
+
+/// Bytes on huge pages where the system allows.
+struct Block {
+    start: NonNull<u8>,
+    layout: Layout,
+}
+
+impl Block {
+    const ALIGN: usize = 2 << 20;
+
+    /// `None` when the system has no such memory to give.
+    fn new(len: usize) -> Option<Self> {
+        let layout = Layout::from_size_align(len.max(1), Self::ALIGN).ok()?;
+        // SAFETY: the size is not zero.
+        let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+        #[cfg(target_os = "linux")]
+        // SAFETY: the range is memory of ours, and the advice changes no content. Where the kernel
+        // refuses it, small pages serve as well.
+        unsafe {
+            libc::madvise(start.as_ptr().cast(), layout.size(), libc::MADV_HUGEPAGE);
+        }
+        Some(Self { start, layout })
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: `start` points to `size` bytes, which were zeroed when they were allocated and
+        // which only this value reaches.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.layout.size()) }
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        // SAFETY: `start` was allocated with this layout, and is freed once.
+        unsafe { dealloc(self.start.as_ptr(), self.layout) }
+    }
+}
+
+/// One way to copy, measured.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct Rate {
+    pub(crate) kind: Kind,
+    pub(crate) threads: usize,
+    /// 10^9 bytes read or written per second, in the fastest round.
+    pub(crate) best_gb_s: f64,
+    /// The same in the median round.
+    pub(crate) median_gb_s: f64,
+}
+
+/// All of them, measured in one run.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct Bandwidth {
+    /// Bytes copied each time.
+    pub(crate) buffer_bytes: usize,
+    /// How often each one was measured.
+    pub(crate) rounds: usize,
+    pub(crate) rates: Vec<Rate>,
+}
+
+/// Copies measured per round: the steps that [`measure`] reports.
+pub(crate) fn copies_per_round() -> usize {
+    cases().len()
+}
+
+fn cases() -> Vec<(Kind, usize)> {
+    let all = rayon::current_num_threads();
+    let threads = if all > 1 { vec![1, all] } else { vec![1] };
+    let kinds = [Kind::Memcpy, Kind::Streaming].into_iter().filter(|kind| kind.is_available());
+    kinds.flat_map(|kind| threads.iter().map(move |&threads| (kind, threads))).collect()
+}
+
+/// Measures every kind of copy of `buffer_bytes`, on one thread and on all, after one round that does not count. The
+/// kinds take turns within a round, so that what else the machine does falls on all of them.
+/// `step` is called after each copy. `None` when there is no memory for two buffers.
+pub(crate) fn measure(buffer_bytes: usize, rounds: usize, step: impl Fn()) -> Option<Bandwidth> {
+    let (mut from, mut to) = (Block::new(buffer_bytes)?, Block::new(buffer_bytes)?);
+    let (from, to) = (from.bytes(), to.bytes());
+    // Untouched zero pages may all be one page, and then they are read from cache.
+    from.par_chunks_mut(1 << 20).for_each(|chunk| chunk.fill(0x5a));
+    let cases = cases();
+    let mut times = vec![Vec::with_capacity(rounds); cases.len()];
+    for round in 0..=rounds {
+        for (&(kind, threads), times) in cases.iter().zip(&mut times) {
+            let start = Instant::now();
+            if threads == 1 {
+                kind.copy(from, to);
+            } else {
+                kind.copy_parallel(from, to);
+            }
+            let time = start.elapsed();
+            std::hint::black_box(&to);
+            if round > 0 {
+                times.push(time);
+            }
+            step();
+        }
+    }
+    let rates = cases.iter().zip(times).map(|(&(kind, threads), times)| {
+        let (best, median) = best_and_median(times);
+        let rate = |time: Duration| 2.0 * buffer_bytes as f64 / time.as_secs_f64().max(1e-9) / 1e9;
+        Rate { kind, threads, best_gb_s: rate(best), median_gb_s: rate(median) }
+    });
+    Some(Bandwidth { buffer_bytes, rounds, rates: rates.collect() })
+}
+
+/// The shortest time and the median one (the longer of the middle two).
+fn best_and_median(mut times: Vec<Duration>) -> (Duration, Duration) {
+    times.sort_unstable();
+    let at = |index: usize| times.get(index).copied().unwrap_or_default();
+    (at(0), at(times.len() / 2))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every length and offset around the sizes of registers and blocks, with guards: what lies
+    /// outside the copied part keeps its value.
+    #[test]
+    fn copies_odd_sizes_and_offsets() {
+        const GUARD: u8 = 0xee;
+        let from: Vec<u8> = (0..1200u32).map(|i| (i * 7 + i / 256) as u8 % 0xee).collect();
+        for kind in [Kind::Memcpy, Kind::Streaming] {
+            for len in (0..=130).chain([159, 160, 161, 255, 256, 257, 383, 511, 512, 513, 1025]) {
+                for from_offset in [0, 1, 3, 16, 31] {
+                    for to_offset in [0, 1, 2, 15, 16, 31, 32, 33, 63] {
+                        let mut to = vec![GUARD; to_offset + len + 64];
+                        let part = &from[from_offset..from_offset + len];
+                        kind.copy(part, &mut to[to_offset..to_offset + len]);
+                        assert_eq!(&to[to_offset..to_offset + len], part);
+                        assert!(to[..to_offset].iter().all(|&byte| byte == GUARD));
+                        assert!(to[to_offset + len..].iter().all(|&byte| byte == GUARD));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn copies_in_parallel() {
+        for threads in [1, 2, 3, 7] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            for len in [0, 1, 2, 6, 7, 1000, 100_003] {
+                let from: Vec<u8> = (0..len).map(|i| (i % 251) as u8).collect();
+                for kind in [Kind::Memcpy, Kind::Streaming] {
+                    let mut to = vec![0xee; len];
+                    pool.install(|| kind.copy_parallel(&from, &mut to));
+                    assert_eq!(from, to);
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "one length")]
+    fn refuses_different_lengths() {
+        stream(&[1, 2, 3], &mut [0, 0]);
+    }
+
+    #[test]
+    fn measures_every_case() {
+        let steps = std::cell::Cell::new(0);
+        let bandwidth = measure(1 << 20, 3, || steps.set(steps.get() + 1)).unwrap();
+        assert_eq!(steps.get(), copies_per_round() * 4);
+        assert_eq!(bandwidth.rates.len(), copies_per_round());
+        for rate in &bandwidth.rates {
+            assert!(rate.median_gb_s > 0.0 && rate.best_gb_s >= rate.median_gb_s, "{rate:?}");
+        }
+    }
+
+    #[test]
+    fn no_memory_is_no_result() {
+        assert_eq!(measure(isize::MAX as usize - (4 << 20), 1, || ()), None);
+    }
+
+    #[test]
+    fn medians() {
+        let ms = |values: &[u64]| values.iter().map(|&v| Duration::from_millis(v)).collect();
+        let both = |best, median| (Duration::from_millis(best), Duration::from_millis(median));
+        assert_eq!(best_and_median(ms(&[5, 1, 3])), both(1, 3));
+        assert_eq!(best_and_median(ms(&[4, 1, 3, 2])), both(1, 3));
+    }
+}

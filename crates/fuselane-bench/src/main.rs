@@ -1,0 +1,62 @@
+//! The `fuselane` program.
+//!
+//! Each subcommand is one file with an `Args` for clap and a `run`. To add one: its `mod`, a
+//! variant of [`Command`], and a line in [`run`]; if it belongs to what the program does without
+//! arguments, a line in [`Command::without_arguments`].
+//!
+//! Exit codes: 0 all well, 1 failure, 2 wrong command line.
+
+mod copy;
+mod info;
+mod machine;
+
+use std::error::Error;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Facts about this machine and about fuselane on it.
+///
+/// Without a subcommand: `info`.
+#[derive(Parser)]
+#[command(name = "fuselane", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Info(info::Args),
+}
+
+impl Command {
+    fn without_arguments() -> Vec<Self> {
+        vec![Self::Info(info::Args::default())]
+    }
+}
+
+fn run(command: &Command) -> Result<ExitCode, Box<dyn Error>> {
+    match command {
+        Command::Info(args) => info::run(args),
+    }
+}
+
+fn main() -> ExitCode {
+    let commands = match Cli::parse().command {
+        Some(command) => vec![command],
+        None => Command::without_arguments(),
+    };
+    let mut code = ExitCode::SUCCESS;
+    for command in &commands {
+        match run(command) {
+            Ok(ExitCode::SUCCESS) => {}
+            Ok(other) => code = other,
+            Err(error) => {
+                eprintln!("fuselane: {error}");
+                code = ExitCode::FAILURE;
+            }
+        }
+    }
+    code
+}

@@ -1,0 +1,107 @@
+//! The program as a user calls it.
+
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn fuselane(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_fuselane"));
+    command.args(arguments).env_remove("FUSELANE_ISA").env_remove("RAYON_NUM_THREADS");
+    command
+}
+
+fn output(command: &mut Command) -> Output {
+    command.output().expect("the program starts")
+}
+
+fn stdout(output: &Output) -> &str {
+    std::str::from_utf8(&output.stdout).expect("stdout is UTF-8")
+}
+
+fn stderr(output: &Output) -> &str {
+    std::str::from_utf8(&output.stderr).expect("stderr is UTF-8")
+}
+
+const QUICK: [&str; 5] = ["info", "--copy-size", "1", "--rounds", "2"];
+
+#[test]
+fn info_as_text() {
+    let output = output(&mut fuselane(&QUICK));
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    for part in ["CPU", "L3 cache", "memory", "instruction set", "memcpy", "copy of 1 MiB"] {
+        assert!(stdout(&output).contains(part), "{part} is missing in\n{}", stdout(&output));
+    }
+    assert_eq!(stderr(&output), "");
+}
+
+#[test]
+fn info_as_json() {
+    let output = output(fuselane(&QUICK).arg("--json").env("RAYON_NUM_THREADS", "3"));
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let info: Value = serde_json::from_str(stdout(&output)).expect("stdout is JSON");
+    assert_eq!(info["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(info["threads"], 3);
+    assert_eq!(info["isa"]["requested"], Value::Null);
+    assert_eq!(info["isa"]["warning"], Value::Null);
+    let available = info["isa"]["available"].as_array().expect("a list");
+    assert!(available.contains(&info["isa"]["in_use"]));
+    assert_eq!(info["copy"]["buffer_bytes"], 1 << 20);
+    assert_eq!(info["copy"]["rounds"], 2);
+    let rates = info["copy"]["rates"].as_array().expect("a list");
+    for threads in [1, 3] {
+        let rate = rates.iter().find(|r| r["kind"] == "memcpy" && r["threads"] == threads);
+        let rate = rate.expect("memcpy was measured");
+        assert!(rate["median_gb_s"].as_f64().expect("a number") > 0.0);
+        assert!(rate["best_gb_s"].as_f64() >= rate["median_gb_s"].as_f64());
+    }
+    for fact in ["cpu", "caches", "memory_bytes", "transparent_huge_pages"] {
+        assert!(info["machine"].get(fact).is_some(), "{fact} is missing");
+    }
+}
+
+#[test]
+fn isa_is_forced_by_the_environment() {
+    let output = output(fuselane(&QUICK).arg("--json").env("FUSELANE_ISA", "portable"));
+    let info: Value = serde_json::from_str(stdout(&output)).expect("stdout is JSON");
+    assert_eq!(info["isa"]["in_use"], "portable");
+    assert_eq!(info["isa"]["requested"], "portable");
+    assert_eq!(stderr(&output), "");
+}
+
+#[test]
+fn unknown_isa_is_a_warning() {
+    let output = output(fuselane(&QUICK).arg("--json").env("FUSELANE_ISA", "sse9"));
+    assert_eq!(output.status.code(), Some(0));
+    assert!(stderr(&output).contains("warning: FUSELANE_ISA is \"sse9\""), "{}", stderr(&output));
+    let info: Value = serde_json::from_str(stdout(&output)).expect("stdout is JSON");
+    assert!(info["isa"]["warning"].is_string());
+}
+
+#[test]
+fn help_and_version() {
+    let help = output(&mut fuselane(&["--help"]));
+    assert_eq!(help.status.code(), Some(0));
+    assert!(stdout(&help).contains("info"), "{}", stdout(&help));
+    let help = output(&mut fuselane(&["info", "--help"]));
+    assert_eq!(help.status.code(), Some(0));
+    assert!(stdout(&help).contains("--json"), "{}", stdout(&help));
+    let version = output(&mut fuselane(&["--version"]));
+    assert_eq!(stdout(&version).trim(), concat!("fuselane ", env!("CARGO_PKG_VERSION")));
+}
+
+#[test]
+fn wrong_command_lines_are_usage_errors() {
+    let cases: [&[&str]; 5] = [
+        &["nonsense"],
+        &["--nonsense"],
+        &["info", "--nonsense"],
+        &["info", "--rounds", "0"],
+        &["info", "--copy-size", "many"],
+    ];
+    for arguments in cases {
+        let output = output(&mut fuselane(arguments));
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        assert_eq!(stdout(&output), "", "{arguments:?}");
+        assert!(!stderr(&output).is_empty(), "{arguments:?}");
+    }
+}

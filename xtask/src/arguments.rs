@@ -1,0 +1,94 @@
+//! The command line.
+
+/// What `--help` prints.
+pub(crate) const USAGE: &str = "\
+Usage: cargo xtask <COMMAND>
+
+Commands:
+  test [--large]  Run every test of the workspace: the Rust tests, those in the
+                  documentation, the examples, and `fuselane check`.
+                  --large adds the tests of tensors above 2^31 elements; they
+                  need tens of gigabytes of memory.
+  ci              What has to pass before a merge: formatting, clippy,
+                  documentation, then `test`.
+
+Options:
+  -h, --help      Print this.
+
+All steps are run, also after one has failed. The exit code is 0 when all
+passed, 1 when one failed, 2 when the command line is wrong.";
+
+/// A command line that was understood.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Command {
+    Help,
+    Test { large: bool },
+    Ci,
+}
+
+/// Reads the arguments after the program's name.
+pub(crate) fn parse(arguments: impl Iterator<Item = String>) -> Result<Command, String> {
+    let arguments: Vec<String> = arguments.collect();
+    if arguments.iter().any(|argument| argument == "-h" || argument == "--help") {
+        return Ok(Command::Help);
+    }
+    let (name, rest) = arguments.split_first().ok_or("a command is missing")?;
+    let mut command = match name.as_str() {
+        "test" => Command::Test { large: false },
+        "ci" => Command::Ci,
+        _ => return Err(format!("unknown command `{name}`")),
+    };
+    for argument in rest {
+        match (&mut command, argument.as_str()) {
+            (Command::Test { large }, "--large") => *large = true,
+            _ => return Err(format!("unknown argument `{argument}` of `{name}`")),
+        }
+    }
+    Ok(command)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse_line(line: &str) -> Result<Command, String> {
+        parse(line.split_whitespace().map(str::to_owned))
+    }
+
+    #[test]
+    fn commands() {
+        assert_eq!(parse_line("test"), Ok(Command::Test { large: false }));
+        assert_eq!(parse_line("test --large"), Ok(Command::Test { large: true }));
+        assert_eq!(parse_line("ci"), Ok(Command::Ci));
+    }
+
+    #[test]
+    fn help_wins() {
+        for line in ["--help", "-h", "test --help", "test --large -h", "ci --help"] {
+            assert_eq!(parse_line(line), Ok(Command::Help), "{line}");
+        }
+    }
+
+    #[test]
+    fn unknown_arguments_are_errors() {
+        for (line, part) in [
+            ("", "missing"),
+            ("tset", "`tset`"),
+            ("--large", "`--large`"),
+            ("test large", "`large`"),
+            ("test --larger", "`--larger`"),
+            ("ci --large", "`--large`"),
+            ("ci test", "`test`"),
+        ] {
+            let message = parse_line(line).unwrap_err();
+            assert!(message.contains(part), "{line:?} gave {message:?}");
+        }
+    }
+
+    #[test]
+    fn usage_names_every_command() {
+        for name in ["test [--large]", "ci ", "--help"] {
+            assert!(USAGE.contains(name), "{name}");
+        }
+    }
+}

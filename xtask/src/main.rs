@@ -1,0 +1,36 @@
+//! The project's own commands. `cargo xtask --help` lists them.
+//!
+//! It depends on nothing but std, so that it builds in a second.
+
+mod arguments;
+mod steps;
+
+use std::process::ExitCode;
+
+use arguments::{Command, USAGE};
+
+fn main() -> ExitCode {
+    let command = match arguments::parse(std::env::args().skip(1)) {
+        Ok(command) => command,
+        Err(message) => {
+            eprintln!("xtask: {message}\n\n{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    let steps = match command {
+        Command::Help => {
+            println!("{USAGE}");
+            return ExitCode::SUCCESS;
+        }
+        Command::Test { large } => steps::test(large),
+        Command::Ci => steps::ci(),
+    };
+    match steps {
+        Ok(steps) if steps::run(&steps) => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("xtask: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! What each command runs, as a list, and the loop that runs it.
+//!
+//! Only two profiles are built. The Rust tests use `test`, which is optimised but keeps its
+//! overflow checks and debug assertions; the examples and the program share one `release` build.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// One call of cargo.
+#[derive(Debug)]
+pub(crate) struct Step {
+    name: String,
+    arguments: Vec<String>,
+    environment: Option<(&'static str, &'static str)>,
+}
+
+impl Step {
+    /// `arguments` are split at white space.
+    fn new(name: &str, arguments: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            arguments: arguments.split_whitespace().map(str::to_owned).collect(),
+            environment: None,
+        }
+    }
+
+    /// The command as one would type it.
+    fn line(&self) -> String {
+        let variable = self.environment.map(|(k, v)| format!("{k}=\"{v}\" ")).unwrap_or_default();
+        format!("{variable}cargo {}", self.arguments.join(" "))
+    }
+}
+
+/// The steps of `cargo xtask test`.
+pub(crate) fn test(large: bool) -> std::io::Result<Vec<Step>> {
+    let examples = examples(&root().join("crates/fuselane/examples"))?;
+    Ok(test_steps(&examples, large))
+}
+
+/// The steps of `cargo xtask ci`.
+pub(crate) fn ci() -> std::io::Result<Vec<Step>> {
+    let mut steps = vec![
+        Step::new("formatting", "fmt --all --check"),
+        Step::new("clippy", "clippy --workspace --all-targets --all-features -- -D warnings"),
+        Step {
+            environment: Some(("RUSTDOCFLAGS", "-D warnings")),
+            ..Step::new("documentation", "doc --workspace --no-deps --all-features")
+        },
+    ];
+    steps.extend(test(false)?);
+    Ok(steps)
+}
+
+fn test_steps(examples: &[String], large: bool) -> Vec<Step> {
+    let mut steps = vec![
+        Step::new("Rust tests", "test --workspace --all-features"),
+        Step::new("release build", "build --release --bins --examples"),
+    ];
+    for example in examples {
+        let arguments = format!("run --release --example {example}");
+        steps.push(Step::new(&format!("example {example}"), &arguments));
+    }
+    steps.push(Step::new("fuselane check", "run --release --bin fuselane -- check"));
+    if large {
+        // One at a time, since each fills the memory. `--tests` leaves out documentation
+        // examples, where `ignored` has another meaning.
+        steps.push(Step::new(
+            "large tests",
+            "test --release --workspace --all-features --tests -- --ignored --test-threads=1",
+        ));
+    }
+    steps
+}
+
+/// The names of the examples in a folder, which need not exist, in order.
+fn examples(folder: &Path) -> std::io::Result<Vec<String>> {
+    let mut names = Vec::new();
+    if folder.is_dir() {
+        for entry in std::fs::read_dir(folder)? {
+            let path = entry?.path();
+            let is_example = path.extension().is_some_and(|extension| extension == "rs");
+            if let (true, Some(name)) = (is_example, path.file_stem().and_then(|s| s.to_str())) {
+                names.push(name.to_owned());
+            }
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// Runs all steps in the workspace's root, prints a summary, and tells whether all passed.
+pub(crate) fn run(steps: &[Step]) -> bool {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
+    let root = root();
+    let mut results = Vec::new();
+    for (index, step) in steps.iter().enumerate() {
+        eprintln!("\n==> [{}/{}] {}: {}", index + 1, steps.len(), step.name, step.line());
+        let start = Instant::now();
+        let status = Command::new(&cargo)
+            .args(&step.arguments)
+            .envs(step.environment)
+            .current_dir(&root)
+            .status();
+        let passed = match status {
+            Ok(status) => status.success(),
+            Err(error) => {
+                eprintln!("xtask: cannot start cargo: {error}");
+                false
+            }
+        };
+        results.push((step.name.as_str(), start.elapsed(), passed));
+    }
+    eprintln!("\n{}", summary(&results));
+    results.iter().all(|&(_, _, passed)| passed)
+}
+
+/// One line per step, and the total.
+fn summary(results: &[(&str, Duration, bool)]) -> String {
+    let width = results.iter().map(|(name, ..)| name.chars().count()).max().unwrap_or(0).max(5);
+    let line = |name: &str, time: Duration, end: &str| {
+        format!("{name:width$}  {:7.1} s  {end}\n", time.as_secs_f64())
+    };
+    let mut text = String::new();
+    for &(name, time, passed) in results {
+        text += &line(name, time, if passed { "ok" } else { "FAILED" });
+    }
+    let failed = results.iter().filter(|&&(_, _, passed)| !passed).count();
+    let verdict = if failed == 0 {
+        "all passed".to_owned()
+    } else {
+        format!("{failed} of {} FAILED", results.len())
+    };
+    text += &line("total", results.iter().map(|&(_, time, _)| time).sum(), &verdict);
+    text
+}
+
+/// The workspace's root: the folder above this crate's, which cargo tells when it runs us.
+fn root() -> PathBuf {
+    let here = std::env::var_os("CARGO_MANIFEST_DIR");
+    let here = here.map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
+    here.parent().map_or_else(|| here.clone(), Path::to_path_buf)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_example_is_run() {
+        let steps = test_steps(&["block".to_owned(), "pool".to_owned()], false);
+        let lines: Vec<String> = steps.iter().map(Step::line).collect();
+        assert!(lines.contains(&"cargo run --release --example block".to_owned()));
+        assert!(lines.contains(&"cargo run --release --example pool".to_owned()));
+        assert!(!lines.iter().any(|line| line.contains("--ignored")));
+    }
+
+    #[test]
+    fn large_adds_the_ignored_tests() {
+        let steps = test_steps(&[], true);
+        assert!(steps.last().unwrap().line().contains("--ignored"));
+        assert_eq!(steps.len(), test_steps(&[], false).len() + 1);
+    }
+
+    #[test]
+    fn ci_denies_warnings_and_ends_with_the_tests() {
+        let (ci, test) = (ci().unwrap(), test(false).unwrap());
+        let lines = |steps: &[Step]| steps.iter().map(Step::line).collect::<Vec<_>>();
+        assert!(lines(&ci).ends_with(&lines(&test)));
+        assert!(lines(&ci)[2].starts_with("RUSTDOCFLAGS=\"-D warnings\" cargo doc"));
+    }
+
+    #[test]
+    fn the_root_is_the_workspace() {
+        assert!(root().join("Cargo.lock").is_file());
+        assert!(examples(&root().join("no such folder")).unwrap().is_empty());
+    }
+
+    #[test]
+    fn summary_counts_failures() {
+        let second = Duration::from_millis(1234);
+        assert_eq!(
+            summary(&[("tests", second, true), ("check", second, false)]),
+            "tests      1.2 s  ok\ncheck      1.2 s  FAILED\ntotal      2.5 s  1 of 2 FAILED\n"
+        );
+        assert!(summary(&[("tests", second, true)]).ends_with("all passed\n"));
+    }
+}
