@@ -5,13 +5,12 @@
 //! plain copy moves a half more than it has to. Rates count the bytes read plus the bytes written.
 //! The system's own copy stands beside it; for large sizes it may store past the caches as well.
 //!
-//! The buffers are aligned to 2 MiB and ask for huge pages, since with small pages one measures
-//! the page tables too.
+//! The buffers come from fuselane's pool, as the operators' outputs do: on huge pages where the
+//! system allows.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
+use fuselane::{Buffer, DType, pool};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -153,41 +152,12 @@ unsafe fn stream_block(from: &[u8; BLOCK], to: &mut [u8; BLOCK]) {
     }
 }
 
-/// Bytes on huge pages where the system allows.
-struct Block {
-    start: NonNull<u8>,
-    layout: Layout,
-}
-
-impl Block {
-    const ALIGN: usize = 2 << 20;
-
-    /// `None` when the system has no such memory to give.
-    fn new(len: usize) -> Option<Self> {
-        let layout = Layout::from_size_align(len.max(1), Self::ALIGN).ok()?;
-        // SAFETY: the size is not zero.
-        let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
-        #[cfg(target_os = "linux")]
-        // SAFETY: the range is memory of ours, and the advice changes no content. Where the kernel
-        // refuses it, small pages serve as well.
-        unsafe {
-            libc::madvise(start.as_ptr().cast(), layout.size(), libc::MADV_HUGEPAGE);
-        }
-        Some(Self { start, layout })
-    }
-
-    fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: `start` points to `size` bytes, which were zeroed when they were allocated and
-        // which only this value reaches.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.layout.size()) }
-    }
-}
-
-impl Drop for Block {
-    fn drop(&mut self) {
-        // SAFETY: `start` was allocated with this layout, and is freed once.
-        unsafe { dealloc(self.start.as_ptr(), self.layout) }
-    }
+/// The bytes of floats.
+fn bytes(numbers: &mut [f32]) -> &mut [u8] {
+    // SAFETY: floats have no padding, and any bytes are floats.
+    let (head, bytes, tail) = unsafe { numbers.align_to_mut::<u8>() };
+    debug_assert!(head.is_empty() && tail.is_empty(), "a byte has no alignment");
+    bytes
 }
 
 /// One way to copy, measured.
@@ -226,10 +196,24 @@ fn cases() -> Vec<(Kind, usize)> {
 /// Measures every kind of copy of `buffer_bytes`, on one thread and on all, after one round that
 /// does not count. The kinds take turns within a round, so that what else the machine does falls
 /// on all of them.
-/// `step` is called after each copy. `None` when there is no memory for two buffers.
-pub(crate) fn measure(buffer_bytes: usize, rounds: usize, step: impl Fn()) -> Option<Bandwidth> {
-    let (mut from, mut to) = (Block::new(buffer_bytes)?, Block::new(buffer_bytes)?);
-    let (from, to) = (from.bytes(), to.bytes());
+/// `step` is called after each copy. An error means that there is no memory for two buffers.
+pub(crate) fn measure(
+    buffer_bytes: usize,
+    rounds: usize,
+    step: impl Fn(),
+) -> fuselane::Result<Bandwidth> {
+    let shape = [buffer_bytes.div_ceil(DType::F32.size())];
+    let (mut from, mut to) =
+        (Buffer::zeros(DType::F32, &shape)?, Buffer::zeros(DType::F32, &shape)?);
+    let bandwidth =
+        measure_between(bytes(from.as_mut_slice()?), bytes(to.as_mut_slice()?), rounds, step);
+    drop((from, to));
+    pool::trim();
+    Ok(bandwidth)
+}
+
+fn measure_between(from: &mut [u8], to: &mut [u8], rounds: usize, step: impl Fn()) -> Bandwidth {
+    let buffer_bytes = from.len();
     // Untouched zero pages may all be one page, and then they are read from cache.
     from.par_chunks_mut(1 << 20).for_each(|chunk| chunk.fill(0x5a));
     let cases = cases();
@@ -243,7 +227,7 @@ pub(crate) fn measure(buffer_bytes: usize, rounds: usize, step: impl Fn()) -> Op
                 kind.copy_parallel(from, to);
             }
             let time = start.elapsed();
-            std::hint::black_box(&to);
+            std::hint::black_box(&*to);
             if round > 0 {
                 times.push(time);
             }
@@ -255,7 +239,7 @@ pub(crate) fn measure(buffer_bytes: usize, rounds: usize, step: impl Fn()) -> Op
         let rate = |time: Duration| 2.0 * buffer_bytes as f64 / time.as_secs_f64().max(1e-9) / 1e9;
         Rate { kind, threads, best_gb_s: rate(best), median_gb_s: rate(median) }
     });
-    Some(Bandwidth { buffer_bytes, rounds, rates: rates.collect() })
+    Bandwidth { buffer_bytes, rounds, rates: rates.collect() }
 }
 
 /// The shortest time and the median one (the longer of the middle two).
@@ -325,8 +309,8 @@ mod tests {
     }
 
     #[test]
-    fn no_memory_is_no_result() {
-        assert_eq!(measure(isize::MAX as usize - (4 << 20), 1, || ()), None);
+    fn no_memory_is_an_error() {
+        assert!(measure(usize::MAX / 8, 1, || ()).is_err());
     }
 
     #[test]

@@ -112,12 +112,9 @@ fn measure(buffer_bytes: u64, rounds: usize) -> Result<Bandwidth, Box<dyn Error>
     let bar = ProgressBar::new(steps as u64)
         .with_style(ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len}")?)
         .with_message("measuring copies");
-    let buffer = usize::try_from(buffer_bytes).ok();
-    let bandwidth = buffer.and_then(|bytes| copy::measure(bytes, rounds, || bar.inc(1)));
+    let bandwidth = copy::measure(usize::try_from(buffer_bytes)?, rounds, || bar.inc(1));
     bar.finish_and_clear();
-    bandwidth.ok_or_else(|| {
-        format!("no memory to measure copies: two buffers of {} MiB", buffer_bytes / MIB).into()
-    })
+    bandwidth.map_err(|error| format!("copies were not measured: {error}").into())
 }
 
 impl fmt::Display for Info {
