@@ -55,7 +55,7 @@ pub(crate) fn ci() -> std::io::Result<Vec<Step>> {
 
 fn test_steps(examples: &[String], large: bool) -> Vec<Step> {
     let mut steps = vec![
-        Step::new("Rust tests", "test --workspace --all-features"),
+        Step::new("Rust tests", "test --workspace --all-features --no-fail-fast"),
         Step::new("release build", "build --release --bins --examples"),
     ];
     for example in examples {
