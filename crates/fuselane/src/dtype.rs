@@ -95,9 +95,12 @@ pub trait Real:
     /// Minus infinity, the neutral element of the maximum.
     const MINUS_INFINITY: Self;
     /// Rounds an f64 to this type.
+    #[inline(always)]
     fn of(value: f64) -> Self {
         Self::from_f64(value)
     }
+    /// Rounds an integer to this type, once.
+    fn of_integer(value: i64) -> Self;
 }
 
 macro_rules! element {
@@ -146,9 +149,17 @@ fn to_odd(x: f64) -> f32 {
 
 impl Real for f32 {
     const MINUS_INFINITY: Self = f32::NEG_INFINITY;
+    #[inline(always)]
+    fn of_integer(value: i64) -> Self {
+        value as Self
+    }
 }
 impl Real for f64 {
     const MINUS_INFINITY: Self = f64::NEG_INFINITY;
+    #[inline(always)]
+    fn of_integer(value: i64) -> Self {
+        value as Self
+    }
 }
 
 /// Runs `$body` with the type alias `$T` bound to the element type that a [`DType`] names.

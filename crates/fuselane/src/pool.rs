@@ -20,7 +20,7 @@
 //! # Ok::<(), fuselane::Error>(())
 //! ```
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::alloc::{Layout, alloc, dealloc};
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -81,14 +81,16 @@ fn block_layout(bytes: usize) -> Layout {
 
 impl Block {
     fn new(bytes: usize) -> Option<Self> {
-        // SAFETY: `class` never gives zero bytes. Zeroed, so that every byte of a buffer is
-        // initialised; for large blocks the system's fresh pages are zero already.
-        let ptr = NonNull::new(unsafe { alloc_zeroed(block_layout(bytes)) })?;
+        // SAFETY: `class` never gives zero bytes.
+        let ptr = NonNull::new(unsafe { alloc(block_layout(bytes)) })?;
         #[cfg(target_os = "linux")]
         if bytes >= HUGE {
-            // SAFETY: advice about memory that this block owns; a refusal changes nothing.
+            // SAFETY: advice about memory that this block owns; a refusal changes nothing. It has
+            // to come before the first touch, which decides the size of the pages.
             unsafe { libc::madvise(ptr.as_ptr().cast(), bytes, libc::MADV_HUGEPAGE) };
         }
+        // SAFETY: the block is that long. Every byte of a buffer is then initialised.
+        unsafe { ptr.write_bytes(0, bytes) };
         Some(Self { ptr, bytes })
     }
 }
@@ -96,7 +98,7 @@ impl Block {
 /// The size of the block that serves `bytes`: steps of an eighth of a power of two, at least a
 /// cache line, and whole huge pages from one huge page on. `None` when it cannot exist.
 fn class(bytes: usize) -> Option<usize> {
-    let step = |unit: usize| (bytes.max(1).checked_next_power_of_two().map(|p| (p / 16).max(unit)));
+    let step = |unit: usize| Some((bytes.max(1).checked_next_power_of_two()? / 16).max(unit));
     let unit = if bytes >= HUGE { step(HUGE)? } else { step(LINE)? };
     let bytes = bytes.max(1).checked_next_multiple_of(unit)?;
     (bytes < isize::MAX as usize - HUGE).then_some(bytes)

@@ -12,7 +12,8 @@
 //! | softplus | ln(1 + exp x) | s(x) |
 //! | relu_squared | max(x, 0)^2 | 2 max(x, 0) |
 //!
-//! NaN gives NaN, as it does in PyTorch; the gradient of relu is 0 where x <= 0, whatever arrives.
+//! NaN gives NaN, as it does in PyTorch; the gradients of relu
+//! and relu_squared are 0 where x <= 0, whatever arrives.
 //! Any shape works, and any strides as long as one dimension is contiguous in all tensors of
 //! the call.
 
@@ -210,7 +211,7 @@ impl Act {
         }
     }
 
-    /// grad * f'(x), where relu cuts `grad` off whatever it is.
+    /// grad * f'(x), where relu and its square cut `grad` off whatever it is.
     #[inline(always)]
     pub(crate) fn pull_back<L: Math>(self, x: L, grad: L) -> L {
         match self {
@@ -218,6 +219,10 @@ impl Act {
             Self::Relu => {
                 let zero = L::splat(Real::of(0.0));
                 L::select(x.le(zero), zero, grad)
+            }
+            Self::ReluSquared => {
+                let zero = L::splat(Real::of(0.0));
+                L::select(x.le(zero), zero, grad.mul(x.add(x)))
             }
             _ => grad.mul(self.value_and_slope(x).1),
         }

@@ -1,16 +1,256 @@
-//! Cosine encoding: features times the cosines and times the sines of position angles.
+//! Cosine encoding with a fused activation: `x' = act(x)`, and the features times the cosines of
+//! their token's angles, followed by the features times the sines (see [`crate::ops::angles`]):
+//!
+//! ```text
+//! o = [ x' cos A , x' sin A ]       one angle per feature; o has 2d features
+//! ```
+//!
+//! Backward:
+//!
+//! ```text
+//! dx' = do_cos cos A + do_sin sin A         dx = act backward of dx', from x
+//! dA = x' (do_sin cos A - do_cos sin A),    dtheta = sum of coordinate * dA
+//! ```
+//!
+//! The inner product of an encoded query and key is the sum of `q' k' cos(A_q - A_k)`: it depends
+//! on the difference of their coordinates only, axis by axis.
 
-use crate::ops::rotate::{FusedAct, Positions};
+use crate::dtype::{Element, Real};
+use crate::error::Result;
+use crate::ops::act::Act;
+use crate::ops::angles::{Angles, Placement, Positions};
+use crate::ops::tokens::{self, Call, Encoding, FusedAct, Gradients, TokenLayout};
+use crate::pool::Buffer;
+use crate::simd::{Lanes, Math, Memory};
+use crate::view::{View, ViewMut};
 
 /// Options of the cosine encoding.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Cosine<'a> {
     /// The activation applied first.
     pub act: FusedAct,
-    /// Where each token stands.
+    /// The order of dimensions of x; (batch, heads, tokens, features) by default.
+    pub layout: TokenLayout,
+    /// Where each token stands; on a [`Positions::Grid`] for the n-dimensional form.
     pub positions: Positions<'a>,
     /// The first tokens, which have angle 0 (class or condition tokens).
     pub extra_tokens: usize,
-    /// Ends of packed sequences along the token dimension (`cu_seqlens`).
+    /// Ends of packed sequences along the token dimension (`cu_seqlens`): from 0, never falling,
+    /// to the number of tokens. Positions start anew in each, and a softmax over the sequence
+    /// stays within each.
     pub sequences: Option<&'a [usize]>,
+}
+
+impl Default for Cosine<'_> {
+    fn default() -> Self {
+        Self {
+            act: FusedAct::default(),
+            layout: TokenLayout::HeadsTokens,
+            positions: Positions::default(),
+            extra_tokens: 0,
+            sequences: None,
+        }
+    }
+}
+
+/// The tensors of a backward call. Outputs that are `None` are not computed.
+pub struct CosineBackward<'a> {
+    /// What the forward got; needed where there is an activation, and for `dtheta`.
+    pub x: Option<View<'a>>,
+    /// The gradient that arrives at the output, with 2d features.
+    pub grad: View<'a>,
+    /// The frequencies or the table that the forward used.
+    pub angles: Angles<'a>,
+    /// The gradient of x.
+    pub dx: Option<ViewMut<'a>>,
+    /// The gradient of theta, in theta's shape.
+    pub dtheta: Option<ViewMut<'a>>,
+}
+
+impl Cosine<'_> {
+    /// Writes the encoded `x` into `o`, which has twice as many features.
+    ///
+    /// ```
+    /// use fuselane::{Cosine, Positions, View, ViewMut};
+    /// // A grid of 1 x 2 tokens with one feature for each axis.
+    /// let (x, theta) = ([1.0f32, 2.0, 3.0, 4.0], [std::f32::consts::FRAC_PI_2]);
+    /// let mut o = [0.0f32; 8];
+    /// let options = Cosine { positions: Positions::Grid(&[1, 2]), ..Cosine::default() };
+    /// options.forward_into(
+    ///     View::new(&x, &[1, 1, 2, 2])?,
+    ///     View::new(&theta, &[1, 1])?,
+    ///     ViewMut::new(&mut o, &[1, 1, 2, 4])?,
+    /// )?;
+    /// // The second token has coordinates (0, 1): its second feature turns by a quarter.
+    /// for (got, want) in o.into_iter().zip([1.0, 2.0, 0.0, 0.0, 3.0, 0.0, 0.0, 4.0]) {
+    ///     assert!((got - want).abs() < 1e-6);
+    /// }
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn forward_into<'c>(
+        &self,
+        x: View<'_>,
+        angles: impl Into<Angles<'c>>,
+        o: ViewMut<'_>,
+    ) -> Result<()> {
+        let [_, _, _, d] = tokens::dimensions("cosine", "x", &x, self.layout)?;
+        tokens::forward(Waves { features: d }, &self.call(angles.into(), d), x, o)
+    }
+
+    /// The encoded `x` in a buffer from the pool.
+    pub fn forward<'c>(&self, x: View<'_>, angles: impl Into<Angles<'c>>) -> Result<Buffer> {
+        let [_, _, _, d] = tokens::dimensions("cosine", "x", &x, self.layout)?;
+        let shape = [&x.shape()[..3], &[2 * d]].concat();
+        let mut o = Buffer::unfilled(x.dtype(), &shape)?;
+        self.forward_into(x, angles, o.view_mut())?;
+        Ok(o)
+    }
+
+    /// Writes the gradients that are asked for.
+    ///
+    /// ```
+    /// use fuselane::{Cosine, CosineBackward, View, ViewMut};
+    /// // The second of two tokens stands at angle 1 * 0.5.
+    /// let (grad, theta) = ([1.0f32, 0.0, 0.0, 1.0], [0.5f32]);
+    /// let mut dx = [0.0f32; 2];
+    /// Cosine::default().backward_into(CosineBackward {
+    ///     x: None, // no activation and no dtheta: x is not needed
+    ///     grad: View::new(&grad, &[1, 1, 2, 2])?,
+    ///     angles: View::new(&theta, &[1, 1])?.into(),
+    ///     dx: Some(ViewMut::new(&mut dx, &[1, 1, 2, 1])?),
+    ///     dtheta: None,
+    /// })?;
+    /// assert!((dx[0] - 1.0).abs() < 1e-6 && (dx[1] - 0.5f32.sin()).abs() < 1e-6);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn backward_into(&self, call: CosineBackward<'_>) -> Result<()> {
+        let [_, _, _, width] = tokens::dimensions("cosine", "grad", &call.grad, self.layout)?;
+        let d = width / 2;
+        let CosineBackward { x, grad, angles, dx, dtheta } = call;
+        let gradients = Gradients { x, grad, dx, dtheta };
+        tokens::backward(Waves { features: d }, &self.call(angles, d), gradients)
+    }
+
+    /// `dx` of [`Cosine::backward_into`] in a buffer from the pool.
+    pub fn backward<'c>(
+        &self,
+        x: Option<View<'_>>,
+        grad: View<'_>,
+        angles: impl Into<Angles<'c>>,
+    ) -> Result<Buffer> {
+        let [_, _, _, width] = tokens::dimensions("cosine", "grad", &grad, self.layout)?;
+        let shape = [&grad.shape()[..3], &[width / 2]].concat();
+        let mut dx = Buffer::unfilled(grad.dtype(), &shape)?;
+        let (angles, view) = (angles.into(), dx.view_mut());
+        self.backward_into(CosineBackward { x, grad, angles, dx: Some(view), dtheta: None })?;
+        Ok(dx)
+    }
+
+    fn call<'c>(&'c self, angles: Angles<'c>, count: usize) -> Call<'c> {
+        let Self { act, layout, positions, extra_tokens, sequences } = *self;
+        let placement = Placement { positions, extra_tokens, sequences };
+        Call { act, layout, placement, angles, count }
+    }
+}
+
+/// One angle for each feature.
+#[derive(Clone, Copy)]
+struct Waves {
+    features: usize,
+}
+
+impl Encoding for Waves {
+    const OPERATOR: &'static str = "cosine";
+
+    fn output_len(&self, features: usize) -> usize {
+        2 * features
+    }
+
+    #[inline(always)]
+    fn table_len(&self) -> usize {
+        self.features
+    }
+
+    #[inline(always)]
+    fn angle_step(&self) -> usize {
+        1
+    }
+
+    #[inline(always)]
+    fn lay_out<L>(
+        &self,
+        (cos, sin): (&[L::Real], &[L::Real]),
+        (to_cos, to_sin): (&mut [L::Real], &mut [L::Real]),
+    ) where
+        L: Lanes + Memory<<L as Lanes>::Real>,
+    {
+        let zero = Real::of(0.0);
+        for i in (0..self.features).step_by(L::N) {
+            L::read(cos, i, zero).set(to_cos, i);
+            L::read(sin, i, zero).set(to_sin, i);
+        }
+    }
+
+    #[inline(always)]
+    fn forward<L, S, T>(
+        &self,
+        act: Act,
+        x: &[S],
+        (cos, sin): (&[L::Real], &[L::Real]),
+        o: &mut [T],
+        stream: bool,
+    ) where
+        S: Element<Real = L::Real>,
+        T: Element<Real = L::Real>,
+        L: Math + Memory<S> + Memory<T>,
+    {
+        let (o_cos, o_sin) = o.split_at_mut(x.len());
+        for i in (0..x.len()).step_by(L::N) {
+            let y: L = act.value(L::read(x, i, Real::of(0.0)));
+            y.mul(L::get(cos, i)).write(o_cos, i, stream);
+            y.mul(L::get(sin, i)).write(o_sin, i, stream);
+        }
+    }
+
+    #[inline(always)]
+    fn backward<L, T, D>(
+        &self,
+        grad: &[T],
+        (cos, sin): (&[L::Real], &[L::Real]),
+        dx: &mut [D],
+        stream: bool,
+    ) where
+        T: Element<Real = L::Real>,
+        D: Element<Real = L::Real>,
+        L: Math + Memory<T> + Memory<D>,
+    {
+        let zero = Real::of(0.0);
+        let (g_cos, g_sin) = grad.split_at(dx.len());
+        for i in (0..dx.len()).step_by(L::N) {
+            let (g_cos, g_sin): (L, L) = (L::read(g_cos, i, zero), L::read(g_sin, i, zero));
+            g_cos.mul_add(L::get(cos, i), g_sin.mul(L::get(sin, i))).write(dx, i, stream);
+        }
+    }
+
+    #[inline(always)]
+    fn angle_gradients<L, T>(
+        &self,
+        y: &[L::Real],
+        _g: &[L::Real],
+        grad: &[T],
+        (cos, sin): (&[L::Real], &[L::Real]),
+        sums: &mut [L::Real],
+    ) where
+        T: Element<Real = L::Real>,
+        L: Math + Memory<T> + Memory<<L as Lanes>::Real>,
+    {
+        let zero = Real::of(0.0);
+        let (g_cos, g_sin) = grad.split_at(y.len());
+        for i in (0..y.len()).step_by(L::N) {
+            let (g_cos, g_sin): (L, L) = (L::read(g_cos, i, zero), L::read(g_sin, i, zero));
+            let turn = g_cos.neg_mul_add(L::get(sin, i), g_sin.mul(L::get(cos, i)));
+            let (y, sum): (L, L) = (L::read(y, i, zero), L::read(sums, i, zero));
+            y.mul_add(turn, sum).write(sums, i, false);
+        }
+    }
 }

@@ -1,42 +1,29 @@
-//! Rotary position encoding with a fused activation.
+//! Rotary position encoding with a fused activation: `x' = act(x)`, and each pair of features of
+//! x' is turned by the angle `a` of its token and pair (see [`crate::ops::angles`]):
+//!
+//! ```text
+//! o1 = x'1 cos a - x'2 sin a        pairs: half split (k, k + d/2), or interleaved (2k, 2k + 1)
+//! o2 = x'1 sin a + x'2 cos a
+//! ```
+//!
+//! Backward turns the gradient back, and pulls it through the activation:
+//!
+//! ```text
+//! dx'1 =  do1 cos a + do2 sin a     dx = act backward of dx', from x
+//! dx'2 = -do1 sin a + do2 cos a     da = x'1 dx'2 - x'2 dx'1,  dtheta = sum of coordinate * da
+//! ```
+//!
+//! Features that are in no rotated pair pass through, with the activation applied. Where d is odd,
+//! there are (d - 1) / 2 pairs, and with the half split the last feature is in none.
 
+use crate::dtype::{Element, Real};
+use crate::error::{Error, Result};
 use crate::ops::act::Act;
-
-/// The activation that `rotate` and `cosine` apply to their input.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FusedAct {
-    /// An elementwise one.
-    Elementwise(Act),
-    /// Softmax over the features of each token and head.
-    SoftmaxFeatures,
-    /// Softmax over the tokens of each sequence, for each head and feature.
-    SoftmaxSequence,
-}
-
-impl Default for FusedAct {
-    fn default() -> Self {
-        Self::Elementwise(Act::None)
-    }
-}
-
-/// Where each token stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Positions<'a> {
-    /// Token t stands at t + offset (within its packed sequence, if there are several).
-    From(i64),
-    /// One position for each of the n tokens, the same for every batch entry.
-    PerToken(&'a [i64]),
-    /// b * n positions, one for each batch entry and token.
-    PerBatch(&'a [i64]),
-    /// Tokens on a grid of this shape, the last axis fastest; the angles are split among the axes.
-    Grid(&'a [usize]),
-}
-
-impl Default for Positions<'_> {
-    fn default() -> Self {
-        Self::From(0)
-    }
-}
+use crate::ops::angles::{Angles, Placement, Positions};
+use crate::ops::tokens::{self, Call, Encoding, FusedAct, Gradients, TokenLayout};
+use crate::pool::Buffer;
+use crate::simd::{Lanes, Math, Memory};
+use crate::view::{View, ViewMut};
 
 /// Which features form a pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -48,13 +35,13 @@ pub enum Pairing {
     Interleaved,
 }
 
-/// What a theta with fewer than d/2 frequencies rotates.
+/// What is rotated where there are fewer than d/2 pairs to rotate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Partial {
-    /// The first e of the d/2 pairs.
+    /// The first of the d/2 pairs of all features.
     #[default]
     Pairs,
-    /// The first 2e features, paired among themselves, as NeoX does.
+    /// The first features, paired among themselves, as NeoX does (`rotary_dim`).
     RotaryDim,
 }
 
@@ -63,18 +50,369 @@ pub enum Partial {
 pub struct Rotate<'a> {
     /// The activation applied first.
     pub act: FusedAct,
+    /// The order of dimensions of x; (batch, tokens, heads, features) by default.
+    pub layout: TokenLayout,
     /// Where each token stands.
     pub positions: Positions<'a>,
-    /// The first tokens of a grid that have angle 0 (class or condition tokens).
+    /// The first tokens, which are not rotated (class or condition tokens).
     pub extra_tokens: usize,
-    /// Ends of packed sequences along the token dimension: starts with 0, ends with n, never falls
-    /// (`cu_seqlens`).
+    /// Ends of packed sequences along the token dimension (`cu_seqlens`): from 0, never falling,
+    /// to the number of tokens. Positions start anew in each, and a softmax over the sequence
+    /// stays within each.
     pub sequences: Option<&'a [usize]>,
     /// Which features form a pair.
     pub pairing: Pairing,
-    /// What fewer than d/2 frequencies rotate.
+    /// What is rotated where there are fewer than d/2 pairs to rotate.
     pub partial: Partial,
-    /// How many pairs rotate. By default as many as theta has frequencies (times the axes of a grid, at most d/2), or all
-    /// d/2 where theta has a single one, which then serves every pair.
+    /// How many pairs rotate. By default as many as there are frequencies for (columns of theta
+    /// times axes of a grid, at most d/2), or all where theta has a single column, which then
+    /// serves every pair.
     pub pairs: Option<usize>,
+}
+
+/// The tensors of a backward call. Outputs that are `None` are not computed.
+pub struct RotateBackward<'a> {
+    /// What the forward got; needed where there is an activation, and for `dtheta`.
+    pub x: Option<View<'a>>,
+    /// The gradient that arrives at the output.
+    pub grad: View<'a>,
+    /// The frequencies or the table that the forward used.
+    pub angles: Angles<'a>,
+    /// The gradient of x.
+    pub dx: Option<ViewMut<'a>>,
+    /// The gradient of theta, in theta's shape.
+    pub dtheta: Option<ViewMut<'a>>,
+}
+
+impl Rotate<'_> {
+    /// Writes the rotated `x` into `o`.
+    ///
+    /// ```
+    /// use fuselane::{Rotate, View, ViewMut};
+    /// // Two tokens of one pair; the second one is turned by a quarter.
+    /// let (x, theta) = ([1.0f32, 0.0, 1.0, 0.0], [std::f32::consts::FRAC_PI_2]);
+    /// let mut o = [0.0f32; 4];
+    /// Rotate::default().forward_into(
+    ///     View::new(&x, &[1, 2, 1, 2])?,
+    ///     View::new(&theta, &[1, 1])?,
+    ///     ViewMut::new(&mut o, &[1, 2, 1, 2])?,
+    /// )?;
+    /// assert!((o[0] - 1.0).abs() < 1e-6 && o[1].abs() < 1e-6);
+    /// assert!(o[2].abs() < 1e-6 && (o[3] - 1.0).abs() < 1e-6);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn forward_into<'c>(
+        &self,
+        x: View<'_>,
+        angles: impl Into<Angles<'c>>,
+        o: ViewMut<'_>,
+    ) -> Result<()> {
+        let angles = angles.into();
+        let [_, _, _, d] = tokens::dimensions("rotate", "x", &x, self.layout)?;
+        let rotation = self.rotation(angles, d)?;
+        tokens::forward(rotation, &self.call(angles, rotation.pairs), x, o)
+    }
+
+    /// The rotated `x` in a buffer from the pool.
+    pub fn forward<'c>(&self, x: View<'_>, angles: impl Into<Angles<'c>>) -> Result<Buffer> {
+        let mut o = Buffer::unfilled(x.dtype(), x.shape())?;
+        self.forward_into(x, angles, o.view_mut())?;
+        Ok(o)
+    }
+
+    /// Writes the gradients that are asked for.
+    ///
+    /// ```
+    /// use fuselane::{Rotate, RotateBackward, View, ViewMut};
+    /// let (grad, theta) = ([0.0f32, 0.0, 0.0, 1.0], [std::f32::consts::FRAC_PI_2]);
+    /// let mut dx = [0.0f32; 4];
+    /// Rotate::default().backward_into(RotateBackward {
+    ///     x: None, // no activation: the gradient is turned back, whatever x was
+    ///     grad: View::new(&grad, &[1, 2, 1, 2])?,
+    ///     angles: View::new(&theta, &[1, 1])?.into(),
+    ///     dx: Some(ViewMut::new(&mut dx, &[1, 2, 1, 2])?),
+    ///     dtheta: None,
+    /// })?;
+    /// assert!((dx[2] - 1.0).abs() < 1e-6 && dx[3].abs() < 1e-6);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn backward_into(&self, call: RotateBackward<'_>) -> Result<()> {
+        let [_, _, _, d] = tokens::dimensions("rotate", "grad", &call.grad, self.layout)?;
+        let rotation = self.rotation(call.angles, d)?;
+        let RotateBackward { x, grad, angles, dx, dtheta } = call;
+        let gradients = Gradients { x, grad, dx, dtheta };
+        tokens::backward(rotation, &self.call(angles, rotation.pairs), gradients)
+    }
+
+    /// `dx` of [`Rotate::backward_into`] in a buffer from the pool.
+    pub fn backward<'c>(
+        &self,
+        x: Option<View<'_>>,
+        grad: View<'_>,
+        angles: impl Into<Angles<'c>>,
+    ) -> Result<Buffer> {
+        let mut dx = Buffer::unfilled(grad.dtype(), grad.shape())?;
+        let (angles, view) = (angles.into(), dx.view_mut());
+        self.backward_into(RotateBackward { x, grad, angles, dx: Some(view), dtheta: None })?;
+        Ok(dx)
+    }
+
+    fn call<'c>(&'c self, angles: Angles<'c>, count: usize) -> Call<'c> {
+        let Self { act, layout, positions, extra_tokens, sequences, .. } = *self;
+        let placement = Placement { positions, extra_tokens, sequences };
+        Call { act, layout, placement, angles, count }
+    }
+
+    /// Which features turn.
+    fn rotation(&self, angles: Angles<'_>, d: usize) -> Result<Rotation> {
+        let axes = match self.positions {
+            Positions::Grid(shape) => shape.len(),
+            _ => 1,
+        };
+        let most = d / 2;
+        let given = match angles {
+            Angles::Table(table) => table.count(),
+            Angles::Theta(theta) => match theta.shape() {
+                [_, 1] => most,
+                [_, columns] => columns.saturating_mul(axes).min(most),
+                _ => 0, // refused when the angles are checked
+            },
+        };
+        // Frequencies for pairs that do not exist are a mistake, but a grid's may not come out even.
+        if let Angles::Theta(theta) = angles {
+            if let [_, columns] = *theta.shape() {
+                if columns > most.max(1) {
+                    return Err(Error::new(
+                        "rotate",
+                        "theta",
+                        format!("has {columns} frequencies"),
+                        format!("at most {most} (pairs of {d} features)"),
+                    ));
+                }
+            }
+        }
+        let pairs = self.pairs.unwrap_or(given);
+        if pairs > most {
+            return Err(Error::new(
+                "rotate",
+                "pairs",
+                format!("is {pairs}"),
+                format!("at most {most} (half of {d} features)"),
+            ));
+        }
+        let second = match (self.pairing, self.partial) {
+            (Pairing::Interleaved, _) => None,
+            (Pairing::Half, Partial::Pairs) => Some(most),
+            (Pairing::Half, Partial::RotaryDim) => Some(pairs),
+        };
+        Ok(Rotation { pairs, second })
+    }
+}
+
+/// Which features turn: pair k is (k, k + second), or (2k, 2k + 1) where `second` is `None`.
+#[derive(Clone, Copy)]
+struct Rotation {
+    pairs: usize,
+    second: Option<usize>,
+}
+
+impl Rotation {
+    /// The features of `0..d` that pass through.
+    #[inline(always)]
+    fn untouched(self, d: usize) -> [std::ops::Range<usize>; 2] {
+        match self.second {
+            None => [2 * self.pairs..d, d..d],
+            Some(second) => [self.pairs..second, second + self.pairs..d],
+        }
+    }
+}
+
+/// The two halves of the rotated pairs.
+#[inline(always)]
+fn halves<T>(row: &[T], pairs: usize, second: usize) -> (&[T], &[T]) {
+    (&row[..pairs], &row[second..second + pairs])
+}
+
+/// The two halves of the rotated pairs, to write.
+#[inline(always)]
+fn halves_mut<T>(row: &mut [T], pairs: usize, second: usize) -> (&mut [T], &mut [T]) {
+    let (first, rest) = row.split_at_mut(second);
+    (&mut first[..pairs], &mut rest[..pairs])
+}
+
+impl Encoding for Rotation {
+    const OPERATOR: &'static str = "rotate";
+
+    fn output_len(&self, features: usize) -> usize {
+        features
+    }
+
+    #[inline(always)]
+    fn table_len(&self) -> usize {
+        self.pairs * self.angle_step()
+    }
+
+    #[inline(always)]
+    fn angle_step(&self) -> usize {
+        if self.second.is_none() { 2 } else { 1 }
+    }
+
+    /// For interleaved pairs each cosine stands twice, and each sine once negated: then
+    /// `o = x cos + swapped(x) sin`.
+    #[inline(always)]
+    fn lay_out<L>(
+        &self,
+        (cos, sin): (&[L::Real], &[L::Real]),
+        (to_cos, to_sin): (&mut [L::Real], &mut [L::Real]),
+    ) where
+        L: Lanes + Memory<<L as Lanes>::Real>,
+    {
+        let zero = Real::of(0.0);
+        let interleaved = self.second.is_none();
+        for i in (0..self.table_len()).step_by(L::N) {
+            if !interleaved {
+                L::read(cos, i, zero).set(to_cos, i);
+                L::read(sin, i, zero).set(to_sin, i);
+                continue;
+            }
+            let mut pairs = [[zero; crate::simd::MAX_LANES]; 2];
+            for j in 0..L::N.min(self.table_len() - i) {
+                let k = (i + j) / 2;
+                pairs[0][j] = cos[k];
+                pairs[1][j] = if j % 2 == 0 { -sin[k] } else { sin[k] };
+            }
+            L::read(&pairs[0], 0, zero).set(to_cos, i);
+            L::read(&pairs[1], 0, zero).set(to_sin, i);
+        }
+    }
+
+    #[inline(always)]
+    fn forward<L, S, T>(
+        &self,
+        act: Act,
+        x: &[S],
+        (cos, sin): (&[L::Real], &[L::Real]),
+        o: &mut [T],
+        stream: bool,
+    ) where
+        S: Element<Real = L::Real>,
+        T: Element<Real = L::Real>,
+        L: Math + Memory<S> + Memory<T>,
+    {
+        turn::<L, S, T, false>(*self, act, x, (cos, sin), o, stream);
+    }
+
+    #[inline(always)]
+    fn backward<L, T, D>(
+        &self,
+        grad: &[T],
+        (cos, sin): (&[L::Real], &[L::Real]),
+        dx: &mut [D],
+        stream: bool,
+    ) where
+        T: Element<Real = L::Real>,
+        D: Element<Real = L::Real>,
+        L: Math + Memory<T> + Memory<D>,
+    {
+        turn::<L, T, D, true>(*self, Act::None, grad, (cos, sin), dx, stream);
+    }
+
+    /// da = x'1 dx'2 - x'2 dx'1; for interleaved pairs at the even index, and negated at the odd
+    /// one, which nobody reads.
+    #[inline(always)]
+    fn angle_gradients<L, T>(
+        &self,
+        y: &[L::Real],
+        g: &[L::Real],
+        _grad: &[T],
+        _table: (&[L::Real], &[L::Real]),
+        sums: &mut [L::Real],
+    ) where
+        T: Element<Real = L::Real>,
+        L: Math + Memory<T> + Memory<<L as Lanes>::Real>,
+    {
+        let zero = Real::of(0.0);
+        match self.second {
+            Some(second) => {
+                let (y1, y2) = halves(y, self.pairs, second);
+                let (g1, g2) = halves(g, self.pairs, second);
+                for i in (0..self.pairs).step_by(L::N) {
+                    let [y1, y2, g1, g2]: [L; 4] = [
+                        L::read(y1, i, zero),
+                        L::read(y2, i, zero),
+                        L::read(g1, i, zero),
+                        L::read(g2, i, zero),
+                    ];
+                    let turn = y2.neg_mul_add(g1, y1.mul(g2));
+                    let sum: L = L::read(sums, i, zero);
+                    sum.add(turn).write(sums, i, false);
+                }
+            }
+            None => {
+                let pairs = 2 * self.pairs;
+                for i in (0..pairs).step_by(L::N) {
+                    let (y, g): (L, L) =
+                        (L::read(&y[..pairs], i, zero), L::read(&g[..pairs], i, zero));
+                    let cross = y.mul(g.swap_pairs());
+                    let sum: L = L::read(sums, i, zero);
+                    sum.add(cross.sub(cross.swap_pairs())).write(sums, i, false);
+                }
+            }
+        }
+    }
+}
+
+/// Turns a row by its angles, or back.
+#[inline(always)]
+fn turn<L, S, T, const BACK: bool>(
+    rotation: Rotation,
+    act: Act,
+    x: &[S],
+    (cos, sin): (&[L::Real], &[L::Real]),
+    o: &mut [T],
+    stream: bool,
+) where
+    S: Element<Real = L::Real>,
+    T: Element<Real = L::Real>,
+    L: Math + Memory<S> + Memory<T>,
+{
+    let (zero, pairs) = (Real::of(0.0), rotation.pairs);
+    match rotation.second {
+        Some(second) => {
+            let (x1, x2) = halves(x, pairs, second);
+            let (o1, o2) = halves_mut(o, pairs, second);
+            for i in (0..pairs).step_by(L::N) {
+                let (x1, x2): (L, L) =
+                    (act.value(L::read(x1, i, zero)), act.value(L::read(x2, i, zero)));
+                let (c, s) = (L::get(cos, i), L::get(sin, i));
+                if BACK {
+                    x1.mul_add(c, x2.mul(s)).write(o1, i, stream);
+                    x1.neg_mul_add(s, x2.mul(c)).write(o2, i, stream);
+                } else {
+                    x2.neg_mul_add(s, x1.mul(c)).write(o1, i, stream);
+                    x1.mul_add(s, x2.mul(c)).write(o2, i, stream);
+                }
+            }
+        }
+        None => {
+            for i in (0..2 * pairs).step_by(L::N) {
+                let x: L = act.value(L::read(&x[..2 * pairs], i, zero));
+                let (c, s) = (L::get(cos, i), L::get(sin, i));
+                let across = x.swap_pairs();
+                let turned = if BACK {
+                    across.neg_mul_add(s, x.mul(c))
+                } else {
+                    across.mul_add(s, x.mul(c))
+                };
+                turned.write(&mut o[..2 * pairs], i, stream);
+            }
+        }
+    }
+    for range in rotation.untouched(x.len()) {
+        let (x, o) = (&x[range.clone()], &mut o[range]);
+        for i in (0..x.len()).step_by(L::N) {
+            let x: L = L::read(x, i, zero);
+            act.value(x).write(o, i, stream);
+        }
+    }
 }
