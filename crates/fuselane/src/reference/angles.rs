@@ -82,6 +82,11 @@ impl<'a> Angles<'a> {
             frequencies == 1 || frequencies * axes(positions) >= count,
             "theta has {frequencies} frequencies for {count} angles"
         );
+        match positions {
+            Positions::PerToken(given) => assert_eq!(given.len(), n, "positions"),
+            Positions::PerBatch(given) => assert_eq!(given.len(), b * n, "positions"),
+            Positions::From(_) | Positions::Grid(_) => {}
+        }
         let mut coordinates = vec![vec![]; b * n];
         for batch in 0..b {
             for (start, end) in sequence_bounds(sequences, n) {
@@ -103,11 +108,6 @@ impl<'a> Angles<'a> {
                     };
                 }
             }
-        }
-        match positions {
-            Positions::PerToken(given) => assert_eq!(given.len(), n, "positions"),
-            Positions::PerBatch(given) => assert_eq!(given.len(), b * n, "positions"),
-            Positions::From(_) | Positions::Grid(_) => {}
         }
         Self { input: *input, count, coordinates }
     }

@@ -151,11 +151,12 @@ mod tests {
     use std::f64::consts::FRAC_PI_2;
 
     use super::super::Random;
-    use super::super::checks::{assert_close, check_gradient, check_magnitude, dot, smooth_values};
+    use super::super::checks::{
+        assert_close, check_gradient, check_magnitude, dot, fused_acts, smooth_values,
+    };
     use super::*;
     use crate::dtype::DType;
-    use crate::ops::act::Act;
-    use crate::ops::rotate::{FusedAct, Positions};
+    use crate::ops::rotate::Positions;
 
     /// Every gradient of one call against the differences of its forward.
     fn check(options: &Cosine, dims: [usize; 4], theta_dims: [usize; 2], random: &mut Random) {
@@ -180,8 +181,7 @@ mod tests {
         let mut random = Random::new(9);
         let given = [3, -1, 4, 1, 5, -9, 2, 6, 5, 3, 5, 8];
         let packed: Option<&[usize]> = Some(&[0, 2, 2, 6]);
-        let elementwise = Act::ALL.into_iter().map(FusedAct::Elementwise);
-        for act in elementwise.chain([FusedAct::SoftmaxFeatures, FusedAct::SoftmaxSequence]) {
+        for act in fused_acts() {
             for (positions, extra_tokens, sequences) in [
                 (Positions::From(2), 0, None),
                 (Positions::From(2), 1, packed),

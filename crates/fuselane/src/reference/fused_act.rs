@@ -128,27 +128,23 @@ pub fn sequence_bounds(sequences: Option<&[usize]>, n: usize) -> Vec<(usize, usi
 
 #[cfg(test)]
 mod tests {
-    use super::super::checks::{assert_close, check_gradient, check_magnitude, dot, smooth_values};
-    use super::super::{Random, checks};
+    use super::super::Random;
+    use super::super::checks::{
+        assert_close, check_gradient, check_magnitude, dot, fused_acts, smooth_values,
+    };
     use super::*;
-    use crate::ops::act::Act;
-
-    pub(crate) fn all() -> Vec<FusedAct> {
-        let elementwise = Act::ALL.into_iter().map(FusedAct::Elementwise);
-        elementwise.chain([FusedAct::SoftmaxFeatures, FusedAct::SoftmaxSequence]).collect()
-    }
 
     #[test]
     fn gradients_are_the_differences() {
         let mut random = Random::new(3);
         let dims = [2, 5, 2, 3];
-        for act in all() {
+        for act in fused_acts() {
             for sequences in [None, Some(&[0, 2, 2, 5][..])] {
                 let x = smooth_values(&mut random, 60);
                 let grad = random.normals(60);
                 let what = format!("{act:?} {sequences:?}");
                 let dx = backward(act, &x, &grad, dims, sequences);
-                let loss = |x: &[f64]| checks::dot(&grad, &forward(act, x, dims, sequences));
+                let loss = |x: &[f64]| dot(&grad, &forward(act, x, dims, sequences));
                 check_gradient(&what, &x, &dx, loss);
                 let magnitude = forward_magnitude(act, &x, dims, sequences);
                 check_magnitude(&what, &forward(act, &x, dims, sequences), &magnitude);

@@ -13,7 +13,7 @@
 //! ```
 //! use fuselane::{Act, DType, reference};
 //!
-//! let truth = reference::act::forward(Act::Silu, 1.0);
+//! let truth = reference::act::forward(Act::Sigmoid, 1.0);
 //! let got = 1.0f32 / (1.0 + (-1.0f32).exp());
 //! assert!(reference::ulp::error(DType::F32, got.into(), truth) <= 2.0);
 //! ```
@@ -87,6 +87,14 @@ impl Random {
 #[cfg(test)]
 mod checks {
     use super::Random;
+    use crate::ops::act::Act;
+    use crate::ops::rotate::FusedAct;
+
+    /// All activations of `rotate` and `cosine`.
+    pub(super) fn fused_acts() -> Vec<FusedAct> {
+        let elementwise = Act::ALL.into_iter().map(FusedAct::Elementwise);
+        elementwise.chain([FusedAct::SoftmaxFeatures, FusedAct::SoftmaxSequence]).collect()
+    }
 
     /// Nearly normal values that keep away from 0, where relu has no derivative.
     pub(super) fn smooth_values(random: &mut Random, count: usize) -> Vec<f64> {

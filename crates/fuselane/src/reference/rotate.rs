@@ -184,7 +184,9 @@ mod tests {
     use std::f64::consts::FRAC_PI_2;
 
     use super::super::Random;
-    use super::super::checks::{assert_close, check_gradient, check_magnitude, dot, smooth_values};
+    use super::super::checks::{
+        assert_close, check_gradient, check_magnitude, dot, fused_acts, smooth_values,
+    };
     use super::*;
     use crate::dtype::DType;
     use crate::ops::act::Act;
@@ -253,8 +255,7 @@ mod tests {
     #[test]
     fn gradients_of_all_acts() {
         let mut random = Random::new(6);
-        let elementwise = Act::ALL.into_iter().map(FusedAct::Elementwise);
-        for act in elementwise.chain([FusedAct::SoftmaxFeatures, FusedAct::SoftmaxSequence]) {
+        for act in fused_acts() {
             for sequences in [None, Some(&[0, 1, 4][..])] {
                 let options = Rotate { act, sequences, ..Rotate::default() };
                 check(&options, [2, 4, 2, 5], [1, 2], &mut random);
