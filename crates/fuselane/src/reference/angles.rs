@@ -22,7 +22,7 @@
 
 use super::fused_act::sequence_bounds;
 use crate::dtype::DType;
-use crate::ops::rotate::Positions;
+use crate::ops::angles::Positions;
 
 /// What `rotate` and `cosine` read.
 #[derive(Debug, Clone, Copy)]

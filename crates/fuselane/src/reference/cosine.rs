@@ -156,7 +156,7 @@ mod tests {
     };
     use super::*;
     use crate::dtype::DType;
-    use crate::ops::rotate::Positions;
+    use crate::ops::angles::Positions;
 
     /// Every gradient of one call against the differences of its forward.
     fn check(options: &Cosine, dims: [usize; 4], theta_dims: [usize; 2], random: &mut Random) {
@@ -192,7 +192,8 @@ mod tests {
                 (Positions::Grid(&[1, 3, 2]), 0, None),
                 (Positions::Grid(&[1, 2]), 1, Some(&[0, 3, 6])),
             ] {
-                let options = Cosine { act, positions, extra_tokens, sequences };
+                let options =
+                    Cosine { act, positions, extra_tokens, sequences, ..Cosine::default() };
                 let e = 3usize.div_ceil(super::super::angles::axes(&positions));
                 for theta_dims in [[1, 1], [2, 1], [1, e], [2, e], [1, 3]] {
                     check(&options, [2, 6, 2, 3], theta_dims, &mut random);

@@ -4,8 +4,8 @@
 //! batch entry, head and feature, and over each packed sequence by itself.
 
 use super::{act, softmax};
-use crate::ops::rotate::FusedAct;
 use crate::ops::softmax::Softmax;
+use crate::ops::tokens::FusedAct;
 
 /// `x' = act(x)`. `sequences` are the ends of packed sequences, as in `cu_seqlens`.
 ///

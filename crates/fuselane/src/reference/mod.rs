@@ -88,7 +88,7 @@ impl Random {
 mod checks {
     use super::Random;
     use crate::ops::act::Act;
-    use crate::ops::rotate::FusedAct;
+    use crate::ops::tokens::FusedAct;
 
     /// All activations of `rotate` and `cosine`.
     pub(super) fn fused_acts() -> Vec<FusedAct> {

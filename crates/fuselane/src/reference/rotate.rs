@@ -190,7 +190,7 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::ops::act::Act;
-    use crate::ops::rotate::{FusedAct, Positions};
+    use crate::{FusedAct, Positions};
 
     /// Every gradient of one call against the differences of its forward.
     fn check(options: &Rotate, dims: [usize; 4], theta_dims: [usize; 2], random: &mut Random) {
@@ -236,6 +236,7 @@ mod tests {
                         let act = acts[(round + i) % 3];
                         let pairs = [None, Some(2), Some(1)][(round + i / 2) % 3];
                         let options = Rotate {
+                            layout: crate::TokenLayout::TokensHeads,
                             act,
                             positions,
                             extra_tokens,
