@@ -254,3 +254,45 @@ impl Encoding for Waves {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{AngleTable, DType};
+    use std::f64::consts::FRAC_PI_2;
+
+    #[test]
+    fn grid_coordinates_and_extra_tokens() -> Result<()> {
+        // Two features, one for each axis of a 2 x 2 grid, after one extra token. In quarter
+        // turns, cos and sin of coordinate 1 are 0 and 1.
+        let (x, theta) = (vec![1.0f64; 10], [FRAC_PI_2]);
+        let (x, theta) = (View::new(&x, &[1, 1, 5, 2])?, View::new(&theta, &[1, 1])?);
+        let options =
+            Cosine { positions: Positions::Grid(&[2, 2]), extra_tokens: 1, ..Cosine::default() };
+        let o = options.forward(x, theta)?;
+        let rounded: Vec<f64> = o.as_slice::<f64>()?.iter().map(|v| v.round() + 0.0).collect();
+        let expected = [
+            [1.0, 1.0, 0.0, 0.0], // the extra token
+            [1.0, 1.0, 0.0, 0.0], // (0, 0)
+            [1.0, 0.0, 0.0, 1.0], // (0, 1)
+            [0.0, 1.0, 1.0, 0.0], // (1, 0)
+            [0.0, 0.0, 1.0, 1.0], // (1, 1)
+        ];
+        assert_eq!(rounded, expected.concat());
+        let table = AngleTable::for_grid(theta, 2, &[2, 2], DType::F64)?;
+        assert_eq!(options.forward(x, &table)?.as_slice::<f64>()?, o.as_slice::<f64>()?);
+        Ok(())
+    }
+
+    #[test]
+    fn theta_needs_an_angle_for_each_feature() -> Result<()> {
+        let (x, theta) = ([1.0f32; 12], [1.0f32, 0.5]);
+        let x = View::new(&x, &[1, 1, 2, 6])?;
+        let error = Cosine::default().forward(x, View::new(&theta, &[1, 2])?).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "cosine: theta has 2 frequencies for each of 1 axes, expected at least 6 angles in all"
+        );
+        Ok(())
+    }
+}

@@ -416,3 +416,77 @@ fn turn<L, S, T, const BACK: bool>(
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::AngleTable;
+    use std::f64::consts::FRAC_PI_2;
+
+    /// A quarter turn per position, one head, tokens of `d` features counted up from 1.
+    fn quarter_turns(options: Rotate<'_>, n: usize, d: usize, theta: &[f64]) -> Vec<Vec<f64>> {
+        let x: Vec<f64> = (0..n * d).map(|i| (i % d + 1) as f64).collect();
+        let x = View::new(&x, &[1, n, 1, d]).unwrap();
+        let o = options.forward(x, View::new(theta, &[1, theta.len()]).unwrap()).unwrap();
+        let rounded = o.as_slice::<f64>().unwrap().iter().map(|v| (v * 1e9).round() / 1e9 + 0.0);
+        rounded.collect::<Vec<_>>().chunks(d).map(<[f64]>::to_vec).collect()
+    }
+
+    #[test]
+    fn pairs_and_parts() {
+        let q = FRAC_PI_2;
+        let at = |options, theta: &[f64]| quarter_turns(options, 2, 4, theta)[1].clone();
+        let half = Rotate::default();
+        let interleaved = Rotate { pairing: Pairing::Interleaved, ..half };
+        let rotary_dim = Rotate { partial: Partial::RotaryDim, pairs: Some(1), ..half };
+        // (1, 3) and (2, 4) are pairs, or (1, 2) and (3, 4); (a, b) becomes (-b, a).
+        assert_eq!(at(half, &[q, q]), [-3.0, -4.0, 1.0, 2.0]);
+        assert_eq!(at(half, &[q]), [-3.0, -4.0, 1.0, 2.0]); // one frequency for every pair
+        assert_eq!(at(half, &[q, 0.0]), [-3.0, 2.0, 1.0, 4.0]);
+        assert_eq!(at(Rotate { pairs: Some(1), ..half }, &[q]), [-3.0, 2.0, 1.0, 4.0]);
+        assert_eq!(at(interleaved, &[q, q]), [-2.0, 1.0, -4.0, 3.0]);
+        assert_eq!(at(Rotate { pairs: Some(1), ..interleaved }, &[q]), [-2.0, 1.0, 3.0, 4.0]);
+        assert_eq!(at(rotary_dim, &[q]), [-2.0, 1.0, 3.0, 4.0]);
+    }
+
+    #[test]
+    fn positions_of_all_kinds() {
+        let turns = |options| -> Vec<f64> {
+            quarter_turns(options, 4, 2, &[FRAC_PI_2]).iter().map(|o| o[0]).collect()
+        };
+        let options = Rotate::default();
+        // (1, 2) turned by 0, 1, 2, 3 quarters starts with 1, -2, -1, 2.
+        assert_eq!(turns(options), [1.0, -2.0, -1.0, 2.0]);
+        assert_eq!(
+            turns(Rotate { positions: Positions::From(-1), ..options }),
+            [2.0, 1.0, -2.0, -1.0]
+        );
+        let given = Positions::PerToken(&[3, 0, 0, 5]);
+        assert_eq!(turns(Rotate { positions: given, ..options }), [2.0, 1.0, 1.0, -2.0]);
+        let packed = Rotate { sequences: Some(&[0, 1, 1, 4]), ..options };
+        assert_eq!(turns(packed), [1.0, 1.0, -2.0, -1.0]);
+        assert_eq!(turns(Rotate { extra_tokens: 2, ..options }), [1.0, 1.0, 1.0, -2.0]);
+        // One pair, two axes: the pair belongs to the first axis, the slow one.
+        let grid = Rotate { positions: Positions::Grid(&[2, 2]), ..options };
+        assert_eq!(turns(grid), [1.0, 1.0, -2.0, -2.0]);
+    }
+
+    #[test]
+    fn tables_say_what_they_lack() {
+        let theta = [1.0f32, 0.5];
+        let theta = View::new(&theta, &[1, 2]).unwrap();
+        let table = AngleTable::for_sequence(theta, 2, 0..4, crate::DType::F32).unwrap();
+        let x = [1.0f32; 5 * 4];
+        let x = View::new(&x, &[1, 5, 1, 4]).unwrap();
+        let error = Rotate::default().forward(x, &table).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "rotate: angle table holds coordinates 0..4, expected those from 0 to 4, which the \
+             call needs"
+        );
+        let wide = [1.0f32; 3 * 6];
+        let wide = View::new(&wide, &[1, 3, 1, 6]).unwrap();
+        let options = Rotate { pairs: Some(3), ..Rotate::default() };
+        assert_eq!(options.forward(wide, &table).unwrap_err().argument(), "angle table");
+    }
+}
