@@ -581,3 +581,489 @@ impl Math for Portable64 {
         (self.softplus(), self.map(scalar::sigmoid))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::*;
+    use crate::dtype::{DType, Element};
+    use crate::simd::{Isa, Kernel, Memory, run};
+
+    /// One function, what it should give, and how far off it may be.
+    struct Case {
+        name: &'static str,
+        which: Which,
+        value: fn(f64) -> f64,
+        /// Largest error, in ulp, with and without fused multiply-add.
+        bound: [f64; 2],
+        slope: Option<Slope>,
+    }
+    struct Slope {
+        value: fn(f64) -> f64,
+        /// The magnitude whose ulp the error is counted in.
+        scale: fn(f64) -> f64,
+        bound: [f64; 2],
+    }
+
+    #[derive(Clone, Copy)]
+    enum Which {
+        Exp,
+        Sigmoid,
+        Silu,
+        Tanh,
+        Gelu,
+        GeluTanh,
+        Softplus,
+        SinCos,
+    }
+
+    const EXP: Case = Case {
+        name: "exp",
+        which: Which::Exp,
+        value: f64::exp,
+        bound: [9.0, 9.0],
+        slope: None,
+    };
+    const SIGMOID: Case = Case {
+        name: "sigmoid",
+        which: Which::Sigmoid,
+        value: scalar::sigmoid,
+        bound: [9.0, 9.0],
+        slope: Some(Slope {
+            value: scalar::sigmoid_slope,
+            scale: scalar::sigmoid_slope,
+            bound: [9.0, 9.0],
+        }),
+    };
+    const SILU: Case = Case {
+        name: "silu",
+        which: Which::Silu,
+        value: scalar::silu,
+        bound: [9.0, 9.0],
+        slope: Some(Slope {
+            value: scalar::silu_slope,
+            scale: |x| scalar::sigmoid(x).max(x.abs() * scalar::sigmoid_slope(x)),
+            bound: [9.0, 9.0],
+        }),
+    };
+    const TANH: Case = Case {
+        name: "tanh",
+        which: Which::Tanh,
+        value: f64::tanh,
+        bound: [9.0, 9.0],
+        slope: Some(Slope {
+            value: scalar::tanh_slope,
+            scale: scalar::tanh_slope,
+            bound: [9.0, 9.0],
+        }),
+    };
+    const GELU: Case = Case {
+        name: "gelu",
+        which: Which::Gelu,
+        value: scalar::gelu,
+        bound: [9.0, 9.0],
+        slope: Some(Slope {
+            value: scalar::gelu_slope,
+            scale: |x| scalar::distribution(x).max(x.abs() * scalar::density(x)),
+            bound: [9.0, 9.0],
+        }),
+    };
+    const GELU_TANH: Case = Case {
+        name: "gelu_tanh",
+        which: Which::GeluTanh,
+        value: scalar::gelu_tanh,
+        bound: [9.0, 9.0],
+        slope: Some(Slope {
+            value: scalar::gelu_tanh_slope,
+            scale: |x| {
+                let (v, reach) = scalar::gelu_tanh_inner(x.clamp(-64.0, 64.0));
+                scalar::sigmoid(v).max(reach.abs() * scalar::sigmoid_slope(v))
+            },
+            bound: [9.0, 9.0],
+        }),
+    };
+    const SOFTPLUS: Case = Case {
+        name: "softplus",
+        which: Which::Softplus,
+        value: scalar::softplus,
+        bound: [9.0, 9.0],
+        slope: Some(Slope {
+            value: scalar::sigmoid,
+            scale: scalar::sigmoid,
+            bound: [9.0, 9.0],
+        }),
+    };
+    /// The errors of sine and cosine are counted in ulp of 1/2, which is 2^-24: 1.6 of them are
+    /// 1e-7.
+    const SIN_COS: Case = Case {
+        name: "sin_cos",
+        which: Which::SinCos,
+        value: f64::sin,
+        bound: [9.0, 9.0],
+        slope: Some(Slope { value: f64::cos, scale: |_| 0.5, bound: [9.0, 9.0] }),
+    };
+    const CASES: [&Case; 8] =
+        [&EXP, &SIGMOID, &SILU, &TANH, &GELU, &GELU_TANH, &SOFTPLUS, &SIN_COS];
+
+    /// Where a kernel of this test reads and writes.
+    #[derive(Clone, Copy)]
+    struct Buffers<T> {
+        x: *const T,
+        /// The function on its own.
+        alone: *mut T,
+        /// The function with its slope.
+        value: *mut T,
+        slope: *mut T,
+        /// A multiple of `MAX_LANES`.
+        len: usize,
+    }
+
+    /// Applies one function. `WIDE` chooses between elements of the kernel's type and f32.
+    struct Apply<T> {
+        which: Which,
+        buffers: Buffers<T>,
+    }
+
+    impl<U: Element> Kernel for Apply<U> {
+        #[inline(always)]
+        fn run<L, T>(self)
+        where
+            T: Element,
+            L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+        {
+            let b = self.buffers;
+            if U::DTYPE == T::DTYPE {
+                let b: Buffers<T> = Buffers {
+                    x: b.x.cast(),
+                    alone: b.alone.cast(),
+                    value: b.value.cast(),
+                    slope: b.slope.cast(),
+                    len: b.len,
+                };
+                apply::<L, T>(self.which, b);
+            } else {
+                assert_eq!(U::DTYPE, <T::Real as Element>::DTYPE);
+                let b: Buffers<T::Real> = Buffers {
+                    x: b.x.cast(),
+                    alone: b.alone.cast(),
+                    value: b.value.cast(),
+                    slope: b.slope.cast(),
+                    len: b.len,
+                };
+                apply::<L, T::Real>(self.which, b);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn apply<L: Math + Memory<T>, T: Element<Real = L::Real>>(which: Which, b: Buffers<T>) {
+        macro_rules! each {
+            ($x:ident, $alone:expr, $both:expr) => {
+                for i in (0..b.len).step_by(L::N) {
+                    // SAFETY: the buffers hold `len` elements, a multiple of `N`.
+                    unsafe {
+                        let $x = <L as Memory<T>>::load(b.x.add(i));
+                        $alone.store(b.alone.add(i));
+                        let (value, slope) = $both;
+                        value.store(b.value.add(i));
+                        slope.store(b.slope.add(i));
+                    }
+                }
+            };
+        }
+        match which {
+            Which::Exp => each!(x, x.exp(), (x.exp(), x)),
+            Which::Sigmoid => each!(x, x.sigmoid(), x.sigmoid_and_slope()),
+            Which::Silu => each!(x, x.silu(), x.silu_and_slope()),
+            Which::Tanh => each!(x, x.tanh(), x.tanh_and_slope()),
+            Which::Gelu => each!(x, x.gelu(), x.gelu_and_slope()),
+            Which::GeluTanh => each!(x, x.gelu_tanh(), x.gelu_tanh_and_slope()),
+            Which::Softplus => each!(x, x.softplus(), x.softplus_and_slope()),
+            Which::SinCos => each!(x, x.sin_cos().0, x.sin_cos()),
+        }
+    }
+
+    /// The function on its own, and with its slope, of every element of `x`.
+    fn evaluate<T: Element>(isa: Isa, dtype: DType, which: Which, x: &[T]) -> [Vec<T>; 3] {
+        let mut x = x.to_vec();
+        let len = x.len();
+        x.resize(len.next_multiple_of(MAX_LANES), T::default());
+        let mut out = [x.clone(), x.clone(), x.clone()];
+        let [alone, value, slope] = &mut out;
+        let buffers = Buffers {
+            x: x.as_ptr(),
+            alone: alone.as_mut_ptr(),
+            value: value.as_mut_ptr(),
+            slope: slope.as_mut_ptr(),
+            len: x.len(),
+        };
+        run(isa, dtype, Apply { which, buffers });
+        out.map(|mut v| {
+            v.truncate(len);
+            v
+        })
+    }
+
+    /// The distance of f32 at x.
+    fn ulp(x: f64) -> f64 {
+        let exponent = ((x.to_bits() >> 52) & 0x7FF) as i32 - 1023;
+        2f64.powi(exponent.clamp(-126, 127) - 23)
+    }
+
+    /// |got - wanted| in ulp of `scale`, where an overflow of f32 has to be an infinity.
+    fn error(got: f32, wanted: f64, scale: f64) -> f64 {
+        if (wanted as f32).is_infinite() || got.is_infinite() {
+            // 2^128 stands for infinity: right there, the distance is that of finite numbers.
+            let finite = |v: f64| v.clamp(-(2f64.powi(128)), 2f64.powi(128));
+            return (finite(f64::from(got)) - finite(wanted)).abs() / ulp(f64::from(f32::MAX));
+        }
+        let error = (f64::from(got) - wanted).abs() / ulp(scale);
+        if error.is_nan() { f64::INFINITY } else { error }
+    }
+
+    /// Finite arguments: a coarse grid over all f32, a fine one where functions bend, and the
+    /// neighbourhoods of clamps and other seams.
+    fn sweep() -> Vec<f32> {
+        let mut x: Vec<f32> = (0..=u32::MAX).step_by(4099).map(f32::from_bits).collect();
+        let (low, high) = (2f32.powi(-6).to_bits(), 128f32.to_bits());
+        x.extend((low..high).step_by(151).map(f32::from_bits));
+        x.extend((low..high).step_by(151).map(|bits| -f32::from_bits(bits)));
+        let seams = [
+            0.0, f32::MIN_POSITIVE, 0.3465736, 0.6931472, 0.75179, 1.27846, 7.0, 11.0, 14.9, 16.0,
+            17.328, 32.0, 54.0, 87.33655, 88.0, 88.72284, 89.0, 103.97208, 104.0, 105.0, 111.0,
+            128.0, 32768.0, 1048576.0, 8388608.0, 1e10, 1.7014118e38, f32::MAX,
+        ];
+        for seam in seams {
+            let bits = f32::to_bits(seam);
+            for near in bits.saturating_sub(200)..=(bits + 200).min(f32::MAX.to_bits()) {
+                x.extend([f32::from_bits(near), -f32::from_bits(near)]);
+            }
+        }
+        x.retain(|x| x.is_finite());
+        x
+    }
+
+    /// Kernel types under test: f32 in index order, and f32 as it meets bf16.
+    fn lanes() -> impl Iterator<Item = (Isa, DType)> {
+        Isa::available().flat_map(|isa| [(isa, DType::F32), (isa, DType::BF16)])
+    }
+
+    fn check(case: &Case) {
+        let xs = sweep();
+        let fused = |isa: Isa| usize::from(isa == Isa::Portable);
+        for (isa, dtype) in lanes() {
+            let [alone, value, slope] = evaluate(isa, dtype, case.which, &xs);
+            let mut worst = [(0.0, 0.0); 3];
+            for (i, &x) in xs.iter().enumerate() {
+                let wanted = (case.value)(f64::from(x));
+                let scale = if matches!(case.which, Which::SinCos) { 0.5 } else { wanted };
+                let mut note = |k: usize, error: f64| {
+                    if error > worst[k].0 {
+                        worst[k] = (error, x);
+                    }
+                };
+                note(0, error(alone[i], wanted, scale));
+                note(1, error(value[i], wanted, scale));
+                if let Some(expected) = &case.slope {
+                    let x = f64::from(x);
+                    note(2, error(slope[i], (expected.value)(x), (expected.scale)(x)));
+                }
+            }
+            let [a, v, s] = worst;
+            println!(
+                "{:9} {isa:8} {dtype:4}: {:.3} ulp at {:e}; with slope {:.3} at {:e}, slope {:.3} at {:e}",
+                case.name, a.0, a.1, v.0, v.1, s.0, s.1
+            );
+            assert!(a.0 <= case.bound[fused(isa)]);
+            assert!(v.0 <= case.bound[fused(isa)]);
+            assert!(case.slope.as_ref().is_none_or(|slope| s.0 <= slope.bound[fused(isa)]));
+        }
+    }
+
+    #[test]
+    fn exp_is_accurate() {
+        check(&EXP);
+    }
+    #[test]
+    fn sigmoid_is_accurate() {
+        check(&SIGMOID);
+    }
+    #[test]
+    fn silu_is_accurate() {
+        check(&SILU);
+    }
+    #[test]
+    fn tanh_is_accurate() {
+        check(&TANH);
+    }
+    #[test]
+    fn gelu_is_accurate() {
+        check(&GELU);
+    }
+    #[test]
+    fn gelu_tanh_is_accurate() {
+        check(&GELU_TANH);
+    }
+    #[test]
+    fn softplus_is_accurate() {
+        check(&SOFTPLUS);
+    }
+    #[test]
+    fn sin_cos_is_accurate() {
+        check(&SIN_COS);
+    }
+
+    #[test]
+    fn sine_of_small_arguments_is_relatively_accurate() {
+        let xs: Vec<f32> = sweep().into_iter().filter(|x| x.abs() < 0.7).collect();
+        for (isa, dtype) in lanes() {
+            let [_, sine, _] = evaluate(isa, dtype, Which::SinCos, &xs);
+            let errors = xs.iter().zip(&sine).map(|(&x, &got)| {
+                let wanted = f64::from(x).sin();
+                error(got, wanted, wanted)
+            });
+            let worst = errors.fold(0.0, f64::max);
+            println!("{isa} {dtype}: {worst:.3}");
+            assert!(worst <= 9.0);
+        }
+    }
+
+    /// All 65536 numbers of a 16-bit type: at most one step from the rounding of the exact result.
+    fn check_all_of<T: Element>(dtype: DType, from_bits: fn(u16) -> T, to_bits: fn(T) -> u16) {
+        // Consecutive integers for consecutive numbers, with both zeros at 0.
+        let rank = |v: T| {
+            let bits = i32::from(to_bits(v));
+            if bits < 0x8000 { bits } else { 0x8000 - bits }
+        };
+        let xs: Vec<T> = (0..=u16::MAX).map(from_bits).collect();
+        for isa in Isa::available() {
+            for case in CASES {
+                let got = evaluate(isa, dtype, case.which, &xs);
+                let mut off = [0; 3];
+                for k in 0..3 {
+                    let wanted = match (&case.slope, k) {
+                        (Some(slope), 2) => slope.value,
+                        (None, 2) => continue,
+                        _ => case.value,
+                    };
+                    for (x, &got) in xs.iter().zip(&got[k]) {
+                        let wanted = T::from_f64(wanted(x.to_f64()));
+                        if wanted.to_f64().is_nan() || got.to_f64().is_nan() {
+                            assert_eq!(
+                                got.to_f64().is_nan(),
+                                wanted.to_f64().is_nan(),
+                                "{} of {x:?}",
+                                case.name
+                            );
+                            continue;
+                        }
+                        let steps = (rank(got) - rank(wanted)).abs();
+                        let name = case.name;
+                        assert!(steps <= 1, "{name} {isa} {k}: {x:?} {got:?} {wanted:?}");
+                        off[k] += steps;
+                    }
+                }
+                println!("{:9} {dtype} {isa}: {off:?} of 65536 are one step off", case.name);
+                assert!(off.iter().all(|&off| off < 100));
+            }
+        }
+    }
+
+    #[test]
+    fn bf16_results_are_roundings() {
+        check_all_of(DType::BF16, bf16::from_bits, bf16::to_bits);
+    }
+    #[test]
+    fn f16_results_are_roundings() {
+        check_all_of(DType::F16, f16::from_bits, f16::to_bits);
+    }
+
+    #[test]
+    fn infinities_and_zeros() {
+        const INF: f32 = f32::INFINITY;
+        const NAN: f32 = f32::NAN;
+        // Values at -inf, -0, 0 and inf; slopes at -inf and inf.
+        let table = [
+            (Which::Exp, [0.0, 1.0, 1.0, INF], None),
+            (Which::Sigmoid, [0.0, 0.5, 0.5, 1.0], Some([0.0, 0.0])),
+            (Which::Silu, [NAN, -0.0, 0.0, INF], Some([NAN, NAN])),
+            (Which::Tanh, [-1.0, -0.0, 0.0, 1.0], Some([0.0, 0.0])),
+            (Which::Gelu, [NAN, -0.0, 0.0, INF], Some([NAN, NAN])),
+            (Which::GeluTanh, [NAN, -0.0, 0.0, INF], Some([NAN, NAN])),
+            (Which::Softplus, [0.0, std::f32::consts::LN_2, std::f32::consts::LN_2, INF], Some([0.0, 1.0])),
+            (Which::SinCos, [NAN, 0.0, 0.0, NAN], Some([NAN, NAN])),
+        ];
+        fn same(a: f32, b: f32, signed: bool) -> bool {
+            a == b && (!signed || a.is_sign_negative() == b.is_sign_negative())
+                || a.is_nan() && b.is_nan()
+        }
+        for (isa, dtype) in lanes() {
+            for (which, values, slopes) in table {
+                let [alone, value, slope] =
+                    evaluate(isa, dtype, which, &[-INF, -0.0, 0.0, INF]);
+                let signed = !matches!(which, Which::SinCos);
+                for i in 0..4 {
+                    assert!(same(alone[i], values[i], signed), "{isa} {} {i}", which as u8);
+                    assert!(same(value[i], values[i], signed), "{isa} {} {i}", which as u8);
+                }
+                if let Some([low, high]) = slopes {
+                    assert!(same(slope[0], low, true) && same(slope[3], high, true));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn f64_lanes_follow_the_same_rules_at_the_ends() {
+        let xs = [f64::NEG_INFINITY, f64::MIN, f64::MAX, f64::INFINITY, f64::NAN];
+        for case in CASES {
+            let [_, value, slope] = evaluate(Isa::Portable, DType::F64, case.which, &xs);
+            let [_, value32, slope32] =
+                evaluate(Isa::Portable, DType::F32, case.which, &xs.map(|x| x as f32));
+            for i in [0, 3, 4] {
+                assert_eq!(value[i].is_nan(), value32[i].is_nan(), "{} of {}", case.name, xs[i]);
+                assert_eq!(slope[i].is_nan(), slope32[i].is_nan(), "{}' of {}", case.name, xs[i]);
+            }
+            if case.slope.is_some() {
+                assert!(slope[1].is_finite() && slope[2].is_finite(), "{}", case.name);
+            }
+        }
+    }
+
+    /// The f64 formulas themselves, against values from mpmath with 40 digits.
+    #[test]
+    fn f64_formulas_are_accurate() {
+        let table: [(fn(f64) -> f64, f64, f64); 0] = [];
+        for (f, x, wanted) in table {
+            let relative = (f(x) - wanted).abs() / wanted.abs();
+            assert!(relative < 1e-14, "{x}: {:e} {wanted:e}", f(x));
+        }
+    }
+
+    #[test]
+    fn nan_stays_nan_with_its_payload() {
+        let mut xs = vec![];
+        for bits in [0x7FC0_0000u32, 0x7F80_0001, 0x7FFF_FFFF, 0x7F81_2345, 0x7FAB_0000, 0x7F81_0000]
+        {
+            xs.extend([f32::from_bits(bits), f32::from_bits(bits | 1 << 31)]);
+        }
+        // Every lane, among numbers.
+        let xs: Vec<f32> = xs.iter().flat_map(|&nan| [nan, 1.0, -2.0]).collect();
+        for (isa, dtype) in lanes() {
+            for case in CASES {
+                let got = evaluate(isa, dtype, case.which, &xs);
+                for (i, x) in xs.iter().enumerate() {
+                    for got in &got {
+                        assert_eq!(got[i].is_nan(), x.is_nan(), "{}", case.name);
+                        if x.is_nan() {
+                            let quiet = x.to_bits() & 0x7FFF_FFFF | 0x0040_0000;
+                            let bits = got[i].to_bits() & 0x7FFF_FFFF;
+                            assert!(bits == quiet || bits == 0x7FC0_0000, "{} {bits:x}", case.name);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
