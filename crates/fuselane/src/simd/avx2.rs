@@ -251,10 +251,7 @@ fn split<const SPLIT: bool>(a: __m256, b: __m256) -> Avx2<SPLIT> {
 fn merge<const SPLIT: bool>(even: __m256, odd: __m256) -> Avx2<SPLIT> {
     x86!({
         let (low, high) = (_mm256_unpacklo_ps(even, odd), _mm256_unpackhi_ps(even, odd));
-        Avx2(
-            _mm256_permute2f128_ps::<0x20>(low, high),
-            _mm256_permute2f128_ps::<0x31>(low, high),
-        )
+        Avx2(_mm256_permute2f128_ps::<0x20>(low, high), _mm256_permute2f128_ps::<0x31>(low, high))
     })
 }
 
@@ -263,10 +260,7 @@ impl Memory<f16> for Avx2<false> {
     unsafe fn load(p: *const f16) -> Self {
         x86!({
             let p = p.cast::<__m128i>();
-            Self(
-                _mm256_cvtph_ps(_mm_loadu_si128(p)),
-                _mm256_cvtph_ps(_mm_loadu_si128(p.add(1))),
-            )
+            Self(_mm256_cvtph_ps(_mm_loadu_si128(p)), _mm256_cvtph_ps(_mm_loadu_si128(p.add(1))))
         })
     }
     #[inline(always)]

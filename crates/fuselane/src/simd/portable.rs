@@ -163,8 +163,7 @@ impl F32Lanes for Portable {
         let mut low = high;
         for i in 0..N {
             // The product of two f32 is exact in f64, and so is its distance from the rounded one.
-            low.0[i] =
-                (f64::from(self.0[i]) * f64::from(other.0[i]) - f64::from(high.0[i])) as f32;
+            low.0[i] = (f64::from(self.0[i]) * f64::from(other.0[i]) - f64::from(high.0[i])) as f32;
         }
         (high, low)
     }
