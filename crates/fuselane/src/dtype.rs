@@ -128,9 +128,7 @@ macro_rules! element {
 element!(f32, F32, f32, |x| x, |x| x, f64::from, |x| x as f32);
 element!(f64, F64, f64, |x| x, |x| x, |x| x, |x| x);
 element!(f16, F16, f32, f16::to_f32, f16::from_f32, f16::to_f64, |x| f16::from_f32(to_odd(x)));
-element!(bf16, BF16, f32, bf16::to_f32, bf16::from_f32, bf16::to_f64, |x| bf16::from_f32(to_odd(
-    x
-)));
+element!(bf16, BF16, f32, bf16::to_f32, bf16::from_f32, bf16::to_f64, |x| bf16::from_f32(to_odd(x)));
 
 /// Rounds to f32 so that a second rounding to 16 bits gives what one rounding would have given:
 /// where the result is inexact, it is cut towards zero and its last bit set.

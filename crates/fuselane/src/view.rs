@@ -40,7 +40,8 @@ impl Layout {
                 format!("{} (one per dimension of the shape)", shape.len()),
             ));
         }
-        let mut layout = Self { rank: shape.len(), shape: [1; MAX_RANK], strides: [0; MAX_RANK] };
+        let mut layout =
+            Self { rank: shape.len(), shape: [1; MAX_RANK], strides: [0; MAX_RANK] };
         layout.shape[..shape.len()].copy_from_slice(shape);
         layout.strides[..shape.len()].copy_from_slice(strides);
         let bytes = shape.iter().try_fold(8usize, |n, &s| n.checked_mul(s.max(1)));
@@ -167,9 +168,7 @@ macro_rules! common {
                 let old = self.layout;
                 let mut seen = [false; MAX_RANK];
                 let valid = order.len() == old.rank
-                    && order
-                        .iter()
-                        .all(|&d| d < old.rank && !std::mem::replace(&mut seen[d], true));
+                    && order.iter().all(|&d| d < old.rank && !std::mem::replace(&mut seen[d], true));
                 if !valid {
                     return Err(Error::new(
                         "view",
@@ -197,8 +196,7 @@ macro_rules! common {
                     ));
                 }
                 if len > 0 {
-                    let skip =
-                        start as isize * self.layout.strides[dim] * self.dtype.size() as isize;
+                    let skip = start as isize * self.layout.strides[dim] * self.dtype.size() as isize;
                     self.ptr = self.ptr.wrapping_offset(skip);
                 }
                 self.layout.shape[dim] = len;

@@ -25,13 +25,13 @@
 //! difference between the argument and its clamped self into the sum, which is 0 for small
 //! arguments, the rest of large ones, and NaN where it has to be.
 //!
-//! A NaN that comes out is the one that came in, made quiet, or the CPU's default: in both cases its
-//! low half is zero if the input came from bf16, which is what storing as bf16 relies on.
+//! A NaN that comes out is the one that came in, made quiet, or the CPU's default: in both cases
+//! its low half is zero if the input came from bf16, which is what storing as bf16 relies on.
 //!
 //! Error bounds are in units of the last place (ulp) of f32 at the exact result, for every finite
-//! argument, as the tests at the end measure and assert them. Coefficients minimise the largest relative
-//! error (weighted least squares with Lawson's weights in f64); they were rounded to f32 one by
-//! one, lowest order first, fitting the others anew after each.
+//! argument, as the tests at the end measure and assert them on dense samples. Coefficients
+//! minimise the largest relative error (weighted least squares with Lawson's weights in f64); they
+//! were rounded to f32 one by one, lowest order first, fitting the others anew after each.
 
 use super::{F32Lanes, Lanes, MAX_LANES, PUSH, portable64::Portable64};
 
@@ -60,7 +60,6 @@ pub(crate) trait Math: Lanes {
     fn softplus_and_slope(self) -> (Self, Self);
 }
 
-/// The constants that more than one function uses.
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// ln 2 in 15 bits: times an integer of 9 bits it is exact.
 const LN2_HIGH: f32 = 22713.0 / 32768.0;
@@ -100,8 +99,8 @@ impl<L: F32Lanes> Power<L> {
         Self::reduced(r, scale)
     }
 
-    /// As [`Power::minus`], for an argument `u + low` with |low| below an ulp or so of u. At u = 100 the
-    /// rounding of u alone would be worth 60 ulp of the result.
+    /// As [`Power::minus`], for an argument `u + low` with |low| below an ulp or so of u. At
+    /// u = 100 the rounding of u alone would be worth 60 ulp of the result.
     #[inline(always)]
     fn minus_pair(u: L, low: L, shift: f32) -> Self {
         let (n, scale) = Self::halvings(u, shift);
@@ -161,8 +160,8 @@ fn cut<L: F32Lanes>(x: L, high: f32) -> (L, L) {
 
 /// x sigmoid(v), and its derivative: what silu and the approximate GELU have in common.
 ///
-/// `x` is clamped, `rest` as [`cut`] left it, `power` is 2^-64 e^-v. The quotient would leave f32 at
-/// either end without the shift by 2^64.
+/// `x` is clamped, `rest` as [`cut`] left it, `power` is 2^-64 e^-v. Without the shift by 2^64, the
+/// divisor would overflow in the tail.
 #[inline(always)]
 fn gated<L: F32Lanes>(x: L, rest: L, power: &Power<L>) -> L {
     x.div(power.value_plus(DOWN)).mul_add(L::splat(DOWN), rest)
@@ -232,8 +231,8 @@ fn tanh_parts<L: F32Lanes>(x: L) -> (L, L, Power<L>) {
     (difference, L::splat(2.0 * UP).sub(difference), power)
 }
 
-/// What GELU and its slope share: a = |x|, cut where a Φ(-a) rounds to zero; 2^64 e^(-a²/2); and P and Q
-/// with Φ(-a) = e^(-a²/2) P / Q.
+/// What GELU and its slope share: a = |x|, cut where a Φ(-a) rounds to zero; 2^64 e^(-a²/2); and P
+/// and Q with Φ(-a) = e^(-a²/2) P / Q.
 ///
 /// P / Q was fitted on 0..=14.95, to a relative error of 2^-27. All its coefficients are positive,
 /// so no step of either polynomial cancels. They are grouped by h = a²/2 so that few roundings
@@ -390,8 +389,8 @@ impl<L: F32Lanes> Math for L {
 
     /// Within 5 ulp (7 without fused multiply-add).
     ///
-    /// a Φ(-a) is found for a = |x|, where it is accurate in the tail, and taken from max(x, 0): for
-    /// x > 0, x Φ(x) = x - x Φ(-x), which cancels at most one bit.
+    /// a Φ(-a) is found for a = |x|, where it is accurate in the tail, and taken from max(x, 0):
+    /// for x > 0, x Φ(x) = x - x Φ(-x), which cancels at most one bit.
     #[inline(always)]
     fn gelu(self) -> Self {
         let (a, e, p, q) = gelu_parts(self);
@@ -505,7 +504,7 @@ mod scalar {
         0.5 * libm::erfc(-x * FRAC_1_SQRT_2)
     }
     pub(super) fn density(x: f64) -> f64 {
-        // The square of the upper bits is exact, so that its rounding does not get into the exponent.
+        // The square of the upper bits is exact, so the exponential sees no rounding of it.
         let upper = f64::from_bits(x.to_bits() & !0x7FF_FFFF);
         let rest = if upper == x { 0.0 } else { (x - upper) * (x + upper) };
         (-0.5 * upper * upper).exp() * (-0.5 * rest).exp() / (2.0 * PI).sqrt()
