@@ -387,7 +387,7 @@ impl<L: F32Lanes> Math for L {
         difference.div(sum).copysign(self)
     }
 
-    /// Within 7 ulp (8.0 without fused multiply-add).
+    /// Within 7 ulp (8 without fused multiply-add).
     ///
     /// a Φ(-a) is found for a = |x|, where it is accurate in the tail, and taken from max(x, 0):
     /// for x > 0, x Φ(x) = x - x Φ(-x), which cancels at most one bit.
@@ -681,8 +681,8 @@ mod tests {
         bound: [4.0, 4.0],
         slope: Some(Slope { value: scalar::sigmoid, scale: scalar::sigmoid, bound: [3.0, 3.0] }),
     };
-    /// The errors of sine and cosine are counted in ulp of 1/2, which is 2^-24; 1.6 of them are below
-    /// 1e-7.
+    /// The errors of sine and cosine are counted in ulp of 1/2, which is 2^-24; 1.6 of them are
+    /// below 1e-7.
     const SIN_COS: Case = Case {
         name: "sin_cos",
         which: Which::SinCos,
@@ -1049,7 +1049,8 @@ mod tests {
     /// The f64 formulas themselves, against values from mpmath with 40 digits.
     #[test]
     fn f64_formulas_are_accurate() {
-        let table: [(fn(f64) -> f64, f64, f64); 30] = [
+        type Formula = fn(f64) -> f64;
+        let table: [(Formula, f64, f64); 30] = [
             (scalar::sigmoid, -100.3, 2.75590006535656847e-44),
             (scalar::sigmoid, -1.7, 0.15446526508353471),
             (scalar::sigmoid, 2.4, 0.916827303506077623),
