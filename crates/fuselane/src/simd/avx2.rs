@@ -162,21 +162,11 @@ impl<const SPLIT: bool> Lanes for Avx2<SPLIT> {
 }
 
 impl<const SPLIT: bool> F32Lanes for Avx2<SPLIT> {
+    const FUSED: bool = true;
+
     #[inline(always)]
-    fn round(self) -> Self {
-        const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-        x86!(Self(_mm256_round_ps::<NEAREST>(self.0), _mm256_round_ps::<NEAREST>(self.1)))
-    }
-    #[inline(always)]
-    fn exp2_integral(self) -> Self {
-        #[inline(always)]
-        fn one(v: __m256) -> __m256 {
-            x86!({
-                let biased = _mm256_add_epi32(_mm256_cvtps_epi32(v), _mm256_set1_epi32(127));
-                _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased))
-            })
-        }
-        Self(one(self.0), one(self.1))
+    fn min(self, other: Self) -> Self {
+        x86!(Self(_mm256_min_ps(self.0, other.0), _mm256_min_ps(self.1, other.1)))
     }
     #[inline(always)]
     fn copysign(self, sign: Self) -> Self {
@@ -189,37 +179,34 @@ impl<const SPLIT: bool> F32Lanes for Avx2<SPLIT> {
         })
     }
     #[inline(always)]
-    fn low_bits(self) -> (Self::Mask, Self::Mask) {
+    fn select_sign(self, negative: Self, positive: Self) -> Self {
+        Self::select((self.0, self.1), negative, positive)
+    }
+    #[inline(always)]
+    fn exp2_pushed(self) -> Self {
+        let (a, b) = self.shifted::<23>();
+        Self(a, b)
+    }
+    #[inline(always)]
+    fn low_bits_pushed(self) -> (Self::Mask, Self::Mask) {
         // `select` reads the sign bit of each lane only, so a shift makes the mask.
-        x86!({
-            let (a, b) = (_mm256_cvtps_epi32(self.0), _mm256_cvtps_epi32(self.1));
-            (
-                (
-                    _mm256_castsi256_ps(_mm256_slli_epi32::<31>(a)),
-                    _mm256_castsi256_ps(_mm256_slli_epi32::<31>(b)),
-                ),
-                (
-                    _mm256_castsi256_ps(_mm256_slli_epi32::<30>(a)),
-                    _mm256_castsi256_ps(_mm256_slli_epi32::<30>(b)),
-                ),
-            )
-        })
+        (self.shifted::<31>(), self.shifted::<30>())
     }
     #[inline(always)]
     fn two_product(self, other: Self) -> (Self, Self) {
         let high = self.mul(other);
         (high, self.mul_add(other, high.neg()))
     }
+}
+
+impl<const SPLIT: bool> Avx2<SPLIT> {
+    /// The representations, shifted to the left.
     #[inline(always)]
-    fn map(self, f: impl Fn(f32) -> f32) -> Self {
-        let mut lanes = [0.0f32; 16];
-        // SAFETY: `lanes` holds `N` numbers.
-        unsafe { self.store_raw(lanes.as_mut_ptr()) };
-        for lane in &mut lanes {
-            *lane = f(*lane);
-        }
-        // SAFETY: as above.
-        unsafe { Self::load_raw(lanes.as_ptr()) }
+    fn shifted<const BITS: i32>(self) -> (__m256, __m256) {
+        x86!((
+            _mm256_castsi256_ps(_mm256_slli_epi32::<BITS>(_mm256_castps_si256(self.0))),
+            _mm256_castsi256_ps(_mm256_slli_epi32::<BITS>(_mm256_castps_si256(self.1))),
+        ))
     }
 }
 

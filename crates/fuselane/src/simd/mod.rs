@@ -110,20 +110,27 @@ pub(crate) trait Lanes: Copy {
 
 /// What the elementary functions in f32 need besides arithmetic.
 pub(crate) trait F32Lanes: Lanes<Real = f32> {
-    /// The nearest integer, ties to even; for |self| < 2^22.
-    fn round(self) -> Self;
-    /// 2^self for integral self within -126..=127.
-    fn exp2_integral(self) -> Self;
+    /// Whether [`Lanes::mul_add`] rounds once.
+    const FUSED: bool;
+    /// The smaller of each pair; `other` where either is NaN.
+    fn min(self, other: Self) -> Self;
     /// The magnitude of self with the sign of `sign`.
     fn copysign(self, sign: Self) -> Self;
-    /// For integral |self| < 2^22: whether bit 0 is set, and whether bit 1 is set (two's
-    /// complement).
-    fn low_bits(self) -> (Self::Mask, Self::Mask);
+    /// `negative` where the sign bit of self is set, `positive` elsewhere.
+    fn select_sign(self, negative: Self, positive: Self) -> Self;
+    /// For self = [`PUSH`] + 127 + k: 2^k, for integral k within -126..=127.
+    fn exp2_pushed(self) -> Self;
+    /// For self = [`PUSH`] + k, with integral |k| < 2^22: whether bit 0 of k is set, and whether
+    /// bit 1 is (two's complement).
+    fn low_bits_pushed(self) -> (Self::Mask, Self::Mask);
     /// `self * other` as an unevaluated sum, exact barring underflow.
     fn two_product(self, other: Self) -> (Self, Self);
-    /// Applies a scalar function lane by lane: for cold paths only.
-    fn map(self, f: impl Fn(f32) -> f32) -> Self;
 }
+
+/// Added to a number of magnitude below 2^22, leaves no room for a fraction: the sum is rounded to
+/// an integer, nearest even, and that integer stands in the low 22 bits of the sum's
+/// representation, where this constant itself has only zeros.
+pub(crate) const PUSH: f32 = 12_582_912.0; // 1.5 * 2^23
 
 /// Loads from and stores to memory of element type `T`: widening on the way in, one rounding to
 /// nearest even on the way out.

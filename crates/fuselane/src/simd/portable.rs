@@ -11,6 +11,14 @@ pub(crate) struct Portable([f32; N]);
 
 impl Portable {
     #[inline(always)]
+    fn map(self, f: impl Fn(f32) -> f32) -> Self {
+        let mut out = self;
+        for lane in &mut out.0 {
+            *lane = f(*lane);
+        }
+        out
+    }
+    #[inline(always)]
     fn zip(self, other: Self, f: impl Fn(f32, f32) -> f32) -> Self {
         let mut out = self;
         for i in 0..N {
@@ -124,25 +132,29 @@ impl Lanes for Portable {
 }
 
 impl F32Lanes for Portable {
+    const FUSED: bool = false;
+
     #[inline(always)]
-    fn round(self) -> Self {
-        // 1.5 * 2^23 pushes the fraction out of the mantissa, rounding to nearest even.
-        const PUSH: f32 = 12_582_912.0;
-        self.map(|a| (a + PUSH) - PUSH)
-    }
-    #[inline(always)]
-    fn exp2_integral(self) -> Self {
-        self.map(|a| f32::from_bits(((integer(a).wrapping_add(127)) as u32) << 23))
+    fn min(self, other: Self) -> Self {
+        self.zip(other, |a, b| if a < b { a } else { b })
     }
     #[inline(always)]
     fn copysign(self, sign: Self) -> Self {
         self.zip(sign, f32::copysign)
     }
     #[inline(always)]
-    fn low_bits(self) -> ([bool; N], [bool; N]) {
+    fn select_sign(self, negative: Self, positive: Self) -> Self {
+        Self::select(self.compare(self, |a, _| a.is_sign_negative()), negative, positive)
+    }
+    #[inline(always)]
+    fn exp2_pushed(self) -> Self {
+        self.map(|a| f32::from_bits(a.to_bits() << 23))
+    }
+    #[inline(always)]
+    fn low_bits_pushed(self) -> ([bool; N], [bool; N]) {
         (
-            self.compare(self, |a, _| integer(a) & 1 != 0),
-            self.compare(self, |a, _| integer(a) & 2 != 0),
+            self.compare(self, |a, _| a.to_bits() & 1 != 0),
+            self.compare(self, |a, _| a.to_bits() & 2 != 0),
         )
     }
     #[inline(always)]
@@ -155,21 +167,6 @@ impl F32Lanes for Portable {
         }
         (high, low)
     }
-    #[inline(always)]
-    fn map(self, f: impl Fn(f32) -> f32) -> Self {
-        let mut out = self;
-        for lane in &mut out.0 {
-            *lane = f(*lane);
-        }
-        out
-    }
-}
-
-/// The integer of an integral |a| < 2^22, without the saturation that `as` would check for.
-#[inline(always)]
-fn integer(a: f32) -> i32 {
-    const PUSH: f32 = 12_582_912.0;
-    (a + PUSH).to_bits().wrapping_sub(PUSH.to_bits()) as i32
 }
 
 impl Memory<f32> for Portable {
