@@ -19,6 +19,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::contiguous_last;
 use crate::error::{Error, Result};
 use crate::pool::Buffer;
 use crate::rows::{Operands, Part, Rows};
@@ -95,7 +96,7 @@ impl Act {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn forward_into(self, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
-        let ([x], o) = contiguous_last([x], o)?;
+        let ([x], o, _) = contiguous_last([x], o)?;
         let operands = Operands::plain(("x", x), [("x", Some(x))], [("o", Some(o))]);
         let rows = Rows::new("act", operands)?.merged(true).tiled(TILE);
         let (isa, stream) = (isa(), rows.stream());
@@ -132,7 +133,7 @@ impl Act {
         if self == Self::None {
             return Ok(());
         }
-        let ([], mut x) = contiguous_last([], x)?;
+        let ([], mut x, _) = contiguous_last([], x)?;
         let dtype = x.dtype();
         let like = View::dense_shape(dtype, x.shape())?;
         let operands = Operands::plain(("x", like), [], [("x", Some(x.reborrow()))]);
@@ -153,7 +154,7 @@ impl Act {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(self, x: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
-        let ([x, grad], dx) = contiguous_last([x, grad], dx)?;
+        let ([x, grad], dx, _) = contiguous_last([x, grad], dx)?;
         let inputs = [("x", Some(x)), ("grad", Some(grad))];
         let operands = Operands::plain(("x", x), inputs, [("dx", Some(dx))]);
         let rows = Rows::new("act", operands)?.merged(true).tiled(TILE);
@@ -336,34 +337,6 @@ impl Kernel for Backward<'_> {
             }
         });
     }
-}
-
-/// Elementwise work does not care for the order of dimensions: moves the output's contiguous one
-/// last, in all views alike. A scalar becomes a row of one.
-fn contiguous_last<'a, const I: usize>(
-    mut inputs: [View<'a>; I],
-    mut output: ViewMut<'a>,
-) -> Result<([View<'a>; I], ViewMut<'a>)> {
-    if inputs.iter().any(|view| view.shape() != output.shape()) {
-        return Ok((inputs, output)); // `Rows::new` says which
-    }
-    if output.rank() == 0 {
-        for view in &mut inputs {
-            *view = view.reshape(&[1])?;
-        }
-        return Ok((inputs, output.reshape(&[1])?));
-    }
-    let rank = output.rank();
-    let one = (0..rank).rev().find(|&d| output.strides()[d] == 1 && output.shape()[d] > 1);
-    if let Some(dim) = one {
-        let mut order: Vec<usize> = (0..rank).filter(|&d| d != dim).collect();
-        order.push(dim);
-        for view in &mut inputs {
-            *view = view.permute(&order)?;
-        }
-        output = output.permute(&order)?;
-    }
-    Ok((inputs, output))
 }
 
 impl fmt::Display for Act {
