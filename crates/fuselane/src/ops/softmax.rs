@@ -116,7 +116,13 @@ impl Softmax {
         let operands = Operands::plain(("x", x), [("x", Some(x))], [("o", Some(o))]);
         let rows = Along::new(operands, dim, last)?;
         let (isa, dtype) = (isa(), rows.rows.dtype());
-        rows.for_each_task(self, |task| simd::run(isa, dtype, Forward(task)));
+        rows.for_each_task(self, |task| match (task.columns, self.log, task.n <= KEEP) {
+            (false, false, true) => simd::run(isa, dtype, ForwardRows::<false, true>(task)),
+            (false, false, false) => simd::run(isa, dtype, ForwardRows::<false, false>(task)),
+            (false, true, _) => simd::run(isa, dtype, ForwardRows::<true, false>(task)),
+            (true, false, _) => simd::run(isa, dtype, ForwardColumns::<false>(task)),
+            (true, true, _) => simd::run(isa, dtype, ForwardColumns::<true>(task)),
+        });
         Ok(())
     }
 
@@ -151,7 +157,12 @@ impl Softmax {
         let inputs = [("o", Some(o)), ("grad", Some(grad))];
         let rows = Along::new(Operands::plain(("o", o), inputs, [("dx", Some(dx))]), dim, last)?;
         let (isa, dtype) = (isa(), rows.rows.dtype());
-        rows.for_each_task(self, |task| simd::run(isa, dtype, FromOutput(task)));
+        rows.for_each_task(self, |task| match (task.columns, self.log) {
+            (false, false) => simd::run(isa, dtype, RowsFromOutput::<false>(task)),
+            (false, true) => simd::run(isa, dtype, RowsFromOutput::<true>(task)),
+            (true, false) => simd::run(isa, dtype, ColumnsFromOutput::<false>(task)),
+            (true, true) => simd::run(isa, dtype, ColumnsFromOutput::<true>(task)),
+        });
         Ok(())
     }
 
@@ -191,7 +202,14 @@ impl Softmax {
         let inputs = [("x", Some(x)), ("grad", Some(grad))];
         let rows = Along::new(Operands::plain(("x", x), inputs, [("dx", Some(dx))]), dim, last)?;
         let (isa, dtype) = (isa(), rows.rows.dtype());
-        rows.for_each_task(self, |task| simd::run(isa, dtype, FromInput(task)));
+        rows.for_each_task(self, |task| match (task.columns, self.log, task.n <= KEEP) {
+            (false, false, true) => simd::run(isa, dtype, RowsFromInput::<false, true>(task)),
+            (false, false, false) => simd::run(isa, dtype, RowsFromInput::<false, false>(task)),
+            (false, true, true) => simd::run(isa, dtype, RowsFromInput::<true, true>(task)),
+            (false, true, false) => simd::run(isa, dtype, RowsFromInput::<true, false>(task)),
+            (true, false, _) => simd::run(isa, dtype, ColumnsFromInput::<false>(task)),
+            (true, true, _) => simd::run(isa, dtype, ColumnsFromInput::<true>(task)),
+        });
         Ok(())
     }
 
@@ -293,61 +311,33 @@ fn batch(len: usize) -> usize {
     (BATCH_ELEMENTS / len.max(1)).clamp(1, BATCH)
 }
 
-struct Forward<'r>(Task<'r, 1>);
+/// Declares kernels, one for each form of the operator, so that each is compiled by itself.
+macro_rules! kernels {
+    ($($name:ident<$inputs:literal $(, $constant:ident)*> = $function:ident;)*) => {
+        $(
+            struct $name<'r $(, const $constant: bool)*>(Task<'r, $inputs>);
 
-impl Kernel for Forward<'_> {
-    #[inline(always)]
-    fn run<L, T>(self)
-    where
-        T: Element,
-        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
-    {
-        match (self.0.columns, self.0.options.log) {
-            (false, false) if self.0.n <= KEEP => forward_rows::<L, T, false, true>(self.0),
-            (false, false) => forward_rows::<L, T, false, false>(self.0),
-            (false, true) => forward_rows::<L, T, true, false>(self.0),
-            (true, false) => forward_columns::<L, T, false>(self.0),
-            (true, true) => forward_columns::<L, T, true>(self.0),
-        }
-    }
+            impl<$(const $constant: bool),*> Kernel for $name<'_ $(, $constant)*> {
+                #[inline(always)]
+                fn run<L, T>(self)
+                where
+                    T: Element,
+                    L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+                {
+                    $function::<L, T $(, $constant)*>(self.0);
+                }
+            }
+        )*
+    };
 }
 
-struct FromOutput<'r>(Task<'r, 2>);
-
-impl Kernel for FromOutput<'_> {
-    #[inline(always)]
-    fn run<L, T>(self)
-    where
-        T: Element,
-        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
-    {
-        match (self.0.columns, self.0.options.log) {
-            (false, false) => rows_from_output::<L, T, false>(self.0),
-            (false, true) => rows_from_output::<L, T, true>(self.0),
-            (true, false) => columns_from_output::<L, T, false>(self.0),
-            (true, true) => columns_from_output::<L, T, true>(self.0),
-        }
-    }
-}
-
-struct FromInput<'r>(Task<'r, 2>);
-
-impl Kernel for FromInput<'_> {
-    #[inline(always)]
-    fn run<L, T>(self)
-    where
-        T: Element,
-        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
-    {
-        match (self.0.columns, self.0.options.log, self.0.n <= KEEP) {
-            (false, false, true) => rows_from_input::<L, T, false, true>(self.0),
-            (false, false, false) => rows_from_input::<L, T, false, false>(self.0),
-            (false, true, true) => rows_from_input::<L, T, true, true>(self.0),
-            (false, true, false) => rows_from_input::<L, T, true, false>(self.0),
-            (true, false, _) => columns_from_input::<L, T, false>(self.0),
-            (true, true, _) => columns_from_input::<L, T, true>(self.0),
-        }
-    }
+kernels! {
+    ForwardRows<1, LOG, KEPT> = forward_rows;
+    ForwardColumns<1, LOG> = forward_columns;
+    RowsFromOutput<2, LOG> = rows_from_output;
+    ColumnsFromOutput<2, LOG> = columns_from_output;
+    RowsFromInput<2, LOG, KEPT> = rows_from_input;
+    ColumnsFromInput<2, LOG> = columns_from_input;
 }
 
 // Over the last dimension.

@@ -188,7 +188,7 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
         let mut block = [T::from_real(fill); MAX_LANES];
         // SAFETY: `len < N <= MAX_LANES`, and `block` holds `MAX_LANES` elements.
         unsafe {
-            std::ptr::copy_nonoverlapping(p, block.as_mut_ptr(), len);
+            copy_part(p, block.as_mut_ptr(), len);
             Self::load(block.as_ptr())
         }
     }
@@ -203,7 +203,40 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
         // SAFETY: `len < N <= MAX_LANES`, and `block` holds `MAX_LANES` elements.
         unsafe {
             self.store(block.as_mut_ptr());
-            std::ptr::copy_nonoverlapping(block.as_ptr(), p, len);
+            copy_part(block.as_ptr(), p, len);
+        }
+    }
+}
+
+/// Copies `len < MAX_LANES` elements without a call, which would empty the registers of the loop
+/// around it.
+///
+/// # Safety
+/// `from` points to `len` readable elements and `to` to `len` writable ones, elsewhere.
+#[inline(always)]
+unsafe fn copy_part<T: Copy>(from: *const T, to: *mut T, len: usize) {
+    const { assert!(MAX_LANES == 16) };
+    let mut at = 0;
+    // SAFETY: the steps taken are the bits of `len`, so they end there.
+    unsafe {
+        if len & 8 != 0 {
+            to.cast::<[T; 8]>().write_unaligned(from.cast::<[T; 8]>().read_unaligned());
+            at = 8;
+        }
+        if len & 4 != 0 {
+            to.add(at)
+                .cast::<[T; 4]>()
+                .write_unaligned(from.add(at).cast::<[T; 4]>().read_unaligned());
+            at += 4;
+        }
+        if len & 2 != 0 {
+            to.add(at)
+                .cast::<[T; 2]>()
+                .write_unaligned(from.add(at).cast::<[T; 2]>().read_unaligned());
+            at += 2;
+        }
+        if len & 1 != 0 {
+            to.add(at).write(from.add(at).read());
         }
     }
 }
@@ -223,7 +256,15 @@ pub(crate) fn run<K: Kernel>(isa: Isa, dtype: DType, kernel: K) {
         Isa::Portable => run_portable(dtype, kernel),
         #[cfg(target_arch = "x86_64")]
         // SAFETY: `Isa::Avx2` exists only where the CPU has these features (see `isa.rs`).
-        Isa::Avx2 => unsafe { run_avx2(dtype, kernel) },
+        Isa::Avx2 => unsafe {
+            use avx2::Avx2;
+            match dtype {
+                DType::F32 => run_avx2::<K, Avx2<false>, f32>(kernel),
+                DType::F16 => run_avx2::<K, Avx2<false>, f16>(kernel),
+                DType::BF16 => run_avx2::<K, Avx2<true>, bf16>(kernel),
+                DType::F64 => run_avx2::<K, portable64::Portable64, f64>(kernel),
+            }
+        },
         #[cfg(not(target_arch = "x86_64"))]
         Isa::Avx2 => run_portable(dtype, kernel),
     }
@@ -239,15 +280,15 @@ fn run_portable<K: Kernel>(dtype: DType, kernel: K) {
     }
 }
 
+/// One function for each kernel and dtype: the compiler shares registers better among less code.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn run_avx2<K: Kernel>(dtype: DType, kernel: K) {
-    use avx2::Avx2;
-    match dtype {
-        DType::F32 => kernel.run::<Avx2<false>, f32>(),
-        DType::F16 => kernel.run::<Avx2<false>, f16>(),
-        DType::BF16 => kernel.run::<Avx2<true>, bf16>(),
-        DType::F64 => kernel.run::<portable64::Portable64, f64>(),
-    }
-    Avx2::<false>::fence();
+unsafe fn run_avx2<K, L, T>(kernel: K)
+where
+    K: Kernel,
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+{
+    kernel.run::<L, T>();
+    avx2::Avx2::<false>::fence();
 }
