@@ -271,8 +271,12 @@ pub(crate) fn backward<E: Encoding>(
     let order = tokens_first(call.layout);
     let isa = isa();
     with_real!(like.1.dtype(), R => {
-        let plan = Plan::<R>::new(operator, call, &like.1, [b, n, h, d], encoding.table_len())?;
+        let mut plan = Plan::<R>::new(operator, call, &like.1, [b, n, h, d], encoding.table_len())?;
         let split = plan.angles.split;
+        if gradients.dtheta.is_some() {
+            // The order of tokens and heads is that of the sums in dtheta.
+            plan.tile = all_heads(&like.1, h, d);
+        }
         if let Some(dtheta) = &gradients.dtheta {
             let expected = [split.theta_heads, split.theta_columns];
             if dtheta.shape() != expected {
@@ -368,6 +372,12 @@ struct Plan<'a, R: Real> {
 /// stream, little enough that the angles stay in the first-level cache.
 const TILE_BYTES: usize = 4096;
 
+/// A tile of tokens with all their heads.
+fn all_heads(x: &View<'_>, heads: usize, features: usize) -> [usize; 2] {
+    let token = heads.max(1) * (features * x.dtype().size()).max(1);
+    [(TILE_BYTES / token).max(1), heads]
+}
+
 impl<'a, R: Arithmetic> Plan<'a, R> {
     fn new(
         operator: &'static str,
@@ -379,11 +389,10 @@ impl<'a, R: Arithmetic> Plan<'a, R> {
         let angles = AnglePlan::new(operator, call.angles, call.placement, call.count, [b, n, h])?;
         let order = tokens_first(call.layout);
         let [token_stride, head_stride] = [0, 2].map(|i| x.strides()[order[i]].unsigned_abs());
-        let row = (d * x.dtype().size()).max(1);
         let tile = if head_stride <= token_stride || h == 1 {
-            [(TILE_BYTES / (row * h.max(1))).max(1), h]
+            all_heads(x, h, d)
         } else {
-            [(TILE_BYTES / row).max(1), 1]
+            [(TILE_BYTES / (d * x.dtype().size()).max(1)).max(1), 1]
         };
         Ok(Self {
             act: call.act,
