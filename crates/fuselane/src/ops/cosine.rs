@@ -92,8 +92,14 @@ impl Cosine<'_> {
         angles: impl Into<Angles<'c>>,
         o: ViewMut<'_>,
     ) -> Result<()> {
+        self.encode(x, angles.into(), o)
+    }
+
+    /// [`Cosine::forward_into`] without type parameters, so that kernels are compiled once, in
+    /// this crate, and not again in each that calls it.
+    fn encode(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()> {
         let [_, _, _, d] = tokens::dimensions("cosine", "x", &x, self.layout)?;
-        tokens::forward(Waves { features: d }, &self.call(angles.into(), d), x, o)
+        tokens::forward(Waves { features: d }, &self.call(angles, d), x, o)
     }
 
     /// The encoded `x` in a buffer from the pool.

@@ -106,7 +106,12 @@ impl Rotate<'_> {
         angles: impl Into<Angles<'c>>,
         o: ViewMut<'_>,
     ) -> Result<()> {
-        let angles = angles.into();
+        self.encode(x, angles.into(), o)
+    }
+
+    /// [`Rotate::forward_into`] without type parameters, so that kernels are compiled once, in
+    /// this crate, and not again in each that calls it.
+    fn encode(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()> {
         let [_, _, _, d] = tokens::dimensions("rotate", "x", &x, self.layout)?;
         let rotation = self.rotation(angles, d)?;
         tokens::forward(rotation, &self.call(angles, rotation.pairs), x, o)
