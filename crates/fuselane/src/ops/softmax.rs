@@ -348,6 +348,7 @@ kernels! {
 /// room for. The softmax is their product, for every row: one with a NaN or a plus infinity has 1 /
 /// sum = NaN, and one of nothing but minus infinity has zeros and 1 / sum = infinity.
 #[inline(always)]
+#[allow(dead_code, reason = "for the rotate and cosine operators")]
 pub(crate) fn exp_row<L, T>(x: &[T], scratch: &mut [T::Real]) -> T::Real
 where
     T: Element,
@@ -620,6 +621,7 @@ where
 /// As in [`exp_row`], `inverse` is NaN for a column with a NaN or a plus infinity, whatever `max` is
 /// then; and infinity for one of nothing but minus infinity, or 0 if `zero_masked`.
 #[inline(always)]
+#[allow(dead_code, reason = "for the rotate and cosine operators")]
 pub(crate) fn column_statistics<L, T>(
     x: &Run<'_, T>,
     rows: Range<usize>,
