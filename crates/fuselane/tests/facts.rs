@@ -110,82 +110,76 @@ fn rotated_products_depend_on_the_difference_of_positions() {
 
 #[test]
 fn rotated_products_on_a_grid_depend_on_the_differences_along_each_axis() {
-    products_on_grids(|x, theta, grid, isa| {
+    products_on_grids(6, |x, theta, grid| {
         let rotate = Rotate { positions: Positions::Grid(grid), ..Rotate::default() };
-        assert!(fuselane::isa() == isa);
         values(&rotate.forward(x, theta).unwrap())
     });
 }
 
 #[test]
 fn cosine_products_depend_on_the_differences_along_each_axis() {
-    products_on_grids(|x, theta, grid, _| {
+    products_on_grids(12, |x, theta, grid| {
         let layout = TokenLayout::TokensHeads;
         let cosine = Cosine { layout, positions: Positions::Grid(grid), ..Cosine::default() };
         values(&cosine.forward(x, theta).unwrap())
     });
 }
 
-/// The same query and key on every cell of a grid, encoded: products of equal differences agree.
-fn products_on_grids(encode: impl Fn(View<'_>, View<'_>, &[usize], fuselane::Isa) -> Vec<f64>) {
+/// The same query and key, of 12 features, on every cell of a grid, encoded by `count` angles:
+/// products of equal differences agree.
+fn products_on_grids(count: usize, encode: impl Fn(View<'_>, View<'_>, &[usize]) -> Vec<f64>) {
     let random = &mut Random::new(3);
     for grid in [&[7][..], &[4, 5], &[3, 2, 4]] {
-        let (cells, m) = (grid.iter().product::<usize>(), grid.len());
-        let d = 12; // six pairs or twelve features, shared out evenly among 1, 2 and 3 axes
+        let (cells, frequencies) = (grid.iter().product::<usize>(), count / grid.len());
         let [q, k] = [0, 1].map(|_| {
-            let row = random.normals(d);
-            Tensor::new(DType::F64, &[1, cells, 1, d], &row.repeat(cells))
+            let row = random.normals(12);
+            Tensor::new(DType::F64, &[1, cells, 1, 12], &row.repeat(cells))
         });
-        // As many frequencies as `cosine` needs, of which `rotate` takes the half it may have.
-        for isa in fuselane::Isa::available() {
-            for frequencies in [d / m, d / 2 / m] {
-                let theta = Tensor::new(
-                    DType::F64,
-                    &[1, frequencies],
-                    &(0..frequencies).map(|i| 0.3 + 0.2 * i as f64).collect::<Vec<_>>(),
-                );
-                let encoded = fuselane::with_isa(isa, || {
-                    std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                        [&q, &k].map(|x| encode(x.view(), theta.view(), grid, isa))
-                    }))
-                });
-                let Ok([q, k]) = encoded.unwrap() else { continue };
-                let width = q.len() / cells;
-                let coordinates = |mut cell: usize| {
-                    let mut at: Vec<i64> = vec![0; m];
-                    for (at, &size) in at.iter_mut().zip(grid).rev() {
-                        *at = (cell % size) as i64;
-                        cell /= size;
-                    }
-                    at
-                };
-                let mut seen: Vec<(Vec<i64>, f64)> = Vec::new();
-                let mut repeated = 0;
-                for i in 0..cells {
-                    for j in 0..cells {
-                        let product = dot(&q[i * width..][..width], &k[j * width..][..width]);
-                        let difference: Vec<i64> =
-                            coordinates(i).iter().zip(coordinates(j)).map(|(a, b)| a - b).collect();
-                        match seen.iter().find(|(other, _)| *other == difference) {
-                            Some((_, first)) => {
-                                repeated += 1;
-                                assert!((first - product).abs() < 1e-12, "{grid:?} {difference:?}");
-                            }
-                            None => {
-                                let other = seen.iter().find(|(_, p)| (p - product).abs() < 1e-9);
-                                // A product is even in no difference but 0, for general numbers.
-                                assert!(
-                                    other.is_none() || width == 2 * d,
-                                    "{grid:?}: {difference:?} as {other:?}"
-                                );
-                                seen.push((difference, product));
-                            }
+        let theta: Vec<f64> = (0..frequencies).map(|i| 0.3 + 0.17 * i as f64).collect();
+        let theta = Tensor::new(DType::F64, &[1, frequencies], &theta);
+        let coordinates = |mut cell: usize| {
+            let mut at: Vec<i64> = vec![0; grid.len()];
+            for (at, &size) in at.iter_mut().zip(grid).rev() {
+                *at = (cell % size) as i64;
+                cell /= size;
+            }
+            at
+        };
+        each_isa(|isa| {
+            let [q, k] = [&q, &k].map(|x| encode(x.view(), theta.view(), grid));
+            let width = q.len() / cells;
+            let mut products: Vec<(Vec<i64>, f64)> = Vec::new();
+            let mut repeated = 0;
+            for i in 0..cells {
+                for j in 0..cells {
+                    let product = dot(&q[i * width..][..width], &k[j * width..][..width]);
+                    let (a, b) = (coordinates(i), coordinates(j));
+                    let difference: Vec<i64> = a.iter().zip(b).map(|(a, b)| a - b).collect();
+                    match products.iter().find(|(other, _)| *other == difference) {
+                        Some((_, first)) => {
+                            repeated += 1;
+                            assert!(
+                                (first - product).abs() < 1e-12,
+                                "{isa} {grid:?} {difference:?}"
+                            );
                         }
+                        None => products.push((difference, product)),
                     }
                 }
-                assert!(repeated > cells);
             }
-        }
+            assert!(repeated > cells);
+            // Going one step along any axis changes the product.
+            let at = |difference: &[i64]| {
+                products.iter().find(|(other, _)| other == difference).map(|(_, product)| *product)
+            };
+            let origin = vec![0; grid.len()];
+            for axis in 0..grid.len() {
+                let mut step = origin.clone();
+                step[axis] = 1;
+                let change = at(&step).unwrap() - at(&origin).unwrap();
+                assert!(change.abs() > 1e-3, "{isa} {grid:?}: axis {axis} plays no part");
+            }
+        });
     }
 }
 
@@ -552,8 +546,7 @@ fn softmax_rows_sum_to_one() {
                         };
                         let (o, log) = (row(&o), row(&log));
                         let sum: f64 = o.iter().sum();
-                        // Each term is off by at most half a unit of itself.
-                        assert!((sum - 1.0).abs() <= unit(dtype) + 1e-15, "{isa} {dtype}: {sum}");
+                        assert!((sum - 1.0).abs() <= 8.0 * unit(dtype), "{isa} {dtype}: {sum}");
                         let sum: f64 = log.iter().map(|v| v.exp()).sum();
                         // A logarithm is off by half a unit of its size, 8 to 64.
                         assert!(

@@ -88,7 +88,7 @@ proptest! {
                 let mut memory = before.clone();
                 act.forward_in_place(memory.view_mut(&layout)).unwrap();
                 for (i, place) in layout.places().into_iter().enumerate() {
-                    assert_eq!(memory.bits(place), want.bits[0][i], "element {i}");
+                    assert_eq!(memory.bits_but_one_nan(place), want.bits[0][i], "element {i}");
                     memory.set_bits(place, before.bits(place));
                 }
                 assert_eq!(memory, before, "written beside the view");

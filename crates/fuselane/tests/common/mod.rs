@@ -140,6 +140,11 @@ impl Memory {
         }
     }
 
+    /// The bits of an element, with one NaN for all: sign and payload of a NaN are nobody's promise.
+    pub(crate) fn bits_but_one_nan(&self, i: usize) -> u64 {
+        if self.value(i).is_nan() { bits_of(self.dtype, f64::NAN) } else { self.bits(i) }
+    }
+
     pub(crate) fn set_bits(&mut self, i: usize, bits: u64) {
         assert!(i < self.len);
         let dtype = self.dtype;
@@ -442,7 +447,8 @@ impl<'c> Call<'c> {
                     assert_eq!(written, inside, "output {i}, element {place} of {layout:?}");
                 }
             }
-            bits.push(layout.places().into_iter().map(|place| memory.bits(place)).collect());
+            let places = layout.places().into_iter();
+            bits.push(places.map(|place| memory.bits_but_one_nan(place)).collect());
         }
         result?;
         Ok(Results { dtypes: memories.iter().map(|memory| memory.dtype).collect(), bits })
