@@ -16,7 +16,10 @@ pub use dtype::{DType, Element, Real};
 pub use error::{Error, Result};
 pub use ops::act::Act;
 pub use ops::cosine::Cosine;
-pub use ops::normalize::{GatePosition, Normalize, WeightForm};
+pub use ops::normalize::{
+    GatePosition, Normalize, NormalizeBackward, NormalizeForward, NormalizeGradients, Normalized,
+    Residual, WeightForm,
+};
 pub use ops::rotate::{FusedAct, Pairing, Partial, Positions, Rotate};
 pub use ops::softmax::Softmax;
 pub use pool::Buffer;

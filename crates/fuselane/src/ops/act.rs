@@ -268,6 +268,7 @@ macro_rules! specialized {
         }
     };
 }
+pub(crate) use specialized;
 
 struct Forward<'r> {
     act: Act,
