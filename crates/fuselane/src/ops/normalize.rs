@@ -41,7 +41,7 @@ use super::act::{Act, specialized};
 use super::parameter;
 use crate::dtype::{DType, with_real};
 use crate::error::{Error, Result};
-use crate::pool::{Buffer, same_reals, same_reals_mut};
+use crate::pool::{Buffer, Reals, RealsMut};
 use crate::rows::{self, Operands, Part, Rows};
 use crate::scratch::Scratch;
 use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory};
@@ -425,7 +425,7 @@ impl Normalize {
         with_real!(rows.dtype(), R => {
             let factor = self.factor::<R>(weight, d);
             let bias = widened::<R>(bias, d);
-            let (factor, bias) = (&factor[..d], &bias[..]);
+            let (factor, bias) = (Reals::new(&factor[..d]), Reals::new(&bias));
             rows.for_each_part(1, |part| {
                 simd::run(isa, rows.dtype(), Forward { options, with, factor, bias, part, stream });
             });
@@ -567,8 +567,9 @@ impl Normalize {
         with_real!(rows.dtype(), R => {
             let factor = self.factor::<R>(weight, d);
             let bias = widened::<R>(bias, d);
-            let (factor, bias) = (&factor[..d], &bias[..]);
+            let (factor, bias) = (Reals::new(&factor[..d]), Reals::new(&bias));
             let run = |part: Part<'_, 5, 3, 2>, sums: &mut [R]| {
+                let sums = RealsMut::new(sums);
                 let kernel = Backward { options, with, factor, bias, part, stream, sums };
                 simd::run(isa, rows.dtype(), kernel);
             };
@@ -808,43 +809,50 @@ impl ForwardWith {
     const LAYER: Self = Self { center: true, bias: true, ..Self::RMS };
 }
 
-struct Forward<'r, R> {
+struct Forward<'r> {
     options: Normalize,
     with: ForwardWith,
-    factor: &'r [R],
-    bias: &'r [R],
+    factor: Reals<'r>,
+    bias: Reals<'r>,
     part: Part<'r, 3, 2, 0, 2>,
     stream: bool,
 }
 
-impl<R: Real> Kernel for Forward<'_, R> {
-    /// The usual calls are compiled with `with` a constant, the others make its choices per block.
+impl Kernel for Forward<'_> {
+    /// The usual calls are compiled by themselves where the lanes are fast, with `with` a constant
+    /// and no code for gates (`GATED`); the others make their choices block by block.
     #[inline(always)]
     fn run<L, T>(self)
     where
         T: Element,
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
+        if const { L::N < MAX_LANES } {
+            let with = self.with;
+            return self.rows::<L, T, true>(with);
+        }
         match self.with {
-            ForwardWith::RMS => self.rows::<L, T>(ForwardWith::RMS),
-            ForwardWith::RMS_SUM => self.rows::<L, T>(ForwardWith::RMS_SUM),
-            ForwardWith::RMS_SUM_IN_PLACE => self.rows::<L, T>(ForwardWith::RMS_SUM_IN_PLACE),
-            ForwardWith::LAYER => self.rows::<L, T>(ForwardWith::LAYER),
-            with => self.rows::<L, T>(with),
+            ForwardWith::RMS => self.rows::<L, T, false>(ForwardWith::RMS),
+            ForwardWith::RMS_SUM => self.rows::<L, T, false>(ForwardWith::RMS_SUM),
+            ForwardWith::RMS_SUM_IN_PLACE => {
+                self.rows::<L, T, false>(ForwardWith::RMS_SUM_IN_PLACE);
+            }
+            ForwardWith::LAYER => self.rows::<L, T, false>(ForwardWith::LAYER),
+            with => self.rows::<L, T, true>(with),
         }
     }
 }
 
-impl<R: Real> Forward<'_, R> {
+impl Forward<'_> {
     #[inline(always)]
-    fn rows<L, T>(mut self, with: ForwardWith)
+    fn rows<L, T, const GATED: bool>(mut self, with: ForwardWith)
     where
         T: Element,
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
         let groups = Groups::new(self.factor.len(), self.options.groups);
-        let factor = groups.widen::<L>(same_reals(self.factor));
-        let bias = groups.widen::<L>(same_reals(self.bias));
+        let factor = groups.widen::<L>(self.factor.get());
+        let bias = groups.widen::<L>(self.bias.get());
         let mut gates = gate_memory(with.gate, groups.len);
         while let Some(row) = self.part.next::<T>() {
             let ([x, residual, gate], [o, sum], [rstds, means]) =
@@ -866,7 +874,7 @@ impl<R: Real> Forward<'_, R> {
                     bias: of_group(&bias, registers),
                     gates: &mut gates,
                 }
-                .normalize::<L>(with, &self.options, self.stream);
+                .normalize::<L, GATED>(with, &self.options, self.stream);
                 if let Some(kept) = rstds.get_mut(group) {
                     *kept = rstd;
                 }
@@ -913,7 +921,7 @@ enum Pass {
 impl<T: Element> ForwardGroup<'_, T> {
     /// Writes the output and returns rstd and the mean.
     #[inline(always)]
-    fn normalize<L>(
+    fn normalize<L, const GATED: bool>(
         self,
         with: ForwardWith,
         options: &Normalize,
@@ -942,7 +950,7 @@ impl<T: Element> ForwardGroup<'_, T> {
                     Some(GatePosition::Pre) => pass == first || len > LONG,
                     Some(GatePosition::Post) => pass == Pass::Output,
                 };
-                if gates_due {
+                if GATED && gates_due {
                     gate_values::<L, T>(
                         options.gate_act,
                         self.gate,
@@ -1103,18 +1111,18 @@ impl BackwardWith {
     }
 }
 
-struct Backward<'r, R> {
+struct Backward<'r> {
     options: Normalize,
     with: BackwardWith,
-    factor: &'r [R],
-    bias: &'r [R],
+    factor: Reals<'r>,
+    bias: Reals<'r>,
     part: Part<'r, 5, 3, 2, 0>,
     stream: bool,
     /// Where the gradients of the weight and of the bias, whichever are asked for, are summed.
-    sums: &'r mut [R],
+    sums: RealsMut<'r>,
 }
 
-impl<R: Real> Kernel for Backward<'_, R> {
+impl Kernel for Backward<'_> {
     /// As for [`Forward`].
     #[inline(always)]
     fn run<L, T>(self)
@@ -1122,19 +1130,23 @@ impl<R: Real> Kernel for Backward<'_, R> {
         T: Element,
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
+        if const { L::N < MAX_LANES } {
+            let with = self.with;
+            return self.rows::<L, T, true>(with);
+        }
         match self.with {
-            BackwardWith::RMS => self.rows::<L, T>(BackwardWith::RMS),
-            BackwardWith::SRMS => self.rows::<L, T>(BackwardWith::SRMS),
-            BackwardWith::RMS_SUM => self.rows::<L, T>(BackwardWith::RMS_SUM),
-            BackwardWith::LAYER => self.rows::<L, T>(BackwardWith::LAYER),
-            with => self.rows::<L, T>(with),
+            BackwardWith::RMS => self.rows::<L, T, false>(BackwardWith::RMS),
+            BackwardWith::SRMS => self.rows::<L, T, false>(BackwardWith::SRMS),
+            BackwardWith::RMS_SUM => self.rows::<L, T, false>(BackwardWith::RMS_SUM),
+            BackwardWith::LAYER => self.rows::<L, T, false>(BackwardWith::LAYER),
+            with => self.rows::<L, T, true>(with),
         }
     }
 }
 
-impl<R: Real> Backward<'_, R> {
+impl Backward<'_> {
     #[inline(always)]
-    fn rows<L, T>(mut self, with: BackwardWith)
+    fn rows<L, T, const GATED: bool>(mut self, with: BackwardWith)
     where
         T: Element,
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
@@ -1143,11 +1155,11 @@ impl<R: Real> Backward<'_, R> {
         if groups.len == 0 {
             return;
         }
-        let factor = groups.widen::<L>(same_reals(self.factor));
-        let bias = groups.widen::<L>(same_reals(self.bias));
+        let factor = groups.widen::<L>(self.factor.get());
+        let bias = groups.widen::<L>(self.bias.get());
         let mut gates = gate_memory(with.gate, groups.len);
         let mut slopes = gate_memory(with.gate.filter(|_| with.dgate), groups.len);
-        let sums: &mut [T::Real] = same_reals_mut(self.sums);
+        let sums: &mut [T::Real] = self.sums.get();
         let mut recent = Scratch::<T::Real>::zeros(sums.len());
         let (dweight, dbias) = recent.split_at_mut(if with.dweight { groups.padded() } else { 0 });
         let mut count = 0;
@@ -1174,7 +1186,7 @@ impl<R: Real> Backward<'_, R> {
                     rstd: rstds[group].to_f64(),
                     mean: means.get(group).map_or(0.0, |mean| mean.to_f64()),
                 }
-                .gradients::<L>(with, &self.options, self.stream);
+                .gradients::<L, GATED>(with, &self.options, self.stream);
             }
             count += 1;
             if count % RECENT == 0 {
@@ -1237,7 +1249,7 @@ struct Loaded<L> {
 
 impl<T: Element> BackwardGroup<'_, T> {
     #[inline(always)]
-    fn gradients<L>(self, with: BackwardWith, options: &Normalize, stream: bool)
+    fn gradients<L, const GATED: bool>(self, with: BackwardWith, options: &Normalize, stream: bool)
     where
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
@@ -1259,7 +1271,7 @@ impl<T: Element> BackwardGroup<'_, T> {
                 let chunk = start..len.min(start + CHUNK);
                 start = chunk.end;
                 let base = if len > LONG { chunk.start } else { 0 };
-                if with.gate.is_some() && (summing == first || len > LONG) {
+                if GATED && with.gate.is_some() && (summing == first || len > LONG) {
                     let (act, chunk) = (options.gate_act, chunk.clone());
                     let (gate, values, slopes) = (self.gate, &mut *self.gates, &mut *self.slopes);
                     if with.dgate {
@@ -1309,7 +1321,7 @@ impl<T: Element> BackwardGroup<'_, T> {
                             write(dx, self.dresidual, i, whole, stream);
                         }
                     }
-                    if with.dgate {
+                    if GATED && with.dgate {
                         let dvalue = if with.gate == Some(GatePosition::Pre) {
                             dp.mul(at.sum)
                         } else {
