@@ -735,7 +735,7 @@ where
     L: Lanes<Real = T::Real> + Memory<T>,
 {
     let zero = Real::of(0.0);
-    if whole { L::read(&row[i..i + L::N], 0, zero) } else { L::read(row, i, zero) }
+    if whole { L::read_whole(row, i) } else { L::read(row, i, zero) }
 }
 
 /// Writes the block at `i` of a row, up to its end.
@@ -745,7 +745,7 @@ where
     T: Element,
     L: Lanes<Real = T::Real> + Memory<T>,
 {
-    if whole { block.write(&mut row[i..i + L::N], 0, stream) } else { block.write(row, i, stream) }
+    if whole { block.write_whole(row, i, stream) } else { block.write(row, i, stream) }
 }
 
 /// The block at `i` of a row of length `len`, with zeros past its end.

@@ -158,6 +158,29 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
         }
     }
 
+    /// The block at `i` of a row, which has to hold it.
+    #[inline(always)]
+    fn read_whole(row: &[T], i: usize) -> Self {
+        assert!(i + Self::N <= row.len());
+        // SAFETY: just checked.
+        unsafe { Self::load(row.as_ptr().add(i)) }
+    }
+
+    /// Writes the block at `i` of a row, which has to hold it; `stream` as for [`Memory::write`].
+    #[inline(always)]
+    fn write_whole(self, row: &mut [T], i: usize, stream: bool) {
+        assert!(i + Self::N <= row.len());
+        // SAFETY: just checked; so is the alignment.
+        unsafe {
+            let p = row.as_mut_ptr().add(i);
+            if stream && (p as usize) % STREAM_ALIGN == 0 {
+                self.stream(p);
+            } else {
+                self.store(p);
+            }
+        }
+    }
+
     /// Writes the block at `i` of a row, up to the row's end; past the caches if `stream` is set
     /// and the address allows it.
     #[inline(always)]
@@ -239,15 +262,35 @@ fn run_portable<K: Kernel>(dtype: DType, kernel: K) {
     }
 }
 
+/// # Safety
+/// The CPU has AVX2, FMA and F16C.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn run_avx2<K: Kernel>(dtype: DType, kernel: K) {
     use avx2::Avx2;
-    match dtype {
-        DType::F32 => kernel.run::<Avx2<false>, f32>(),
-        DType::F16 => kernel.run::<Avx2<false>, f16>(),
-        DType::BF16 => kernel.run::<Avx2<true>, bf16>(),
-        DType::F64 => kernel.run::<portable64::Portable64, f64>(),
+
+    /// A function for each dtype: in a larger one the compiler runs out of registers.
+    ///
+    /// # Safety
+    /// As for `run_avx2`.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    #[inline(never)]
+    unsafe fn enter<K, L, T>(kernel: K)
+    where
+        K: Kernel,
+        T: Element,
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    {
+        kernel.run::<L, T>();
+        Avx2::<false>::fence();
     }
-    Avx2::<false>::fence();
+
+    // SAFETY: the caller's promise.
+    unsafe {
+        match dtype {
+            DType::F32 => enter::<K, Avx2<false>, f32>(kernel),
+            DType::F16 => enter::<K, Avx2<false>, f16>(kernel),
+            DType::BF16 => enter::<K, Avx2<true>, bf16>(kernel),
+            DType::F64 => enter::<K, portable64::Portable64, f64>(kernel),
+        }
+    }
 }
