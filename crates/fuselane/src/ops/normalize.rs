@@ -1166,7 +1166,7 @@ impl Backward<'_> {
         while let Some(row) = self.part.next::<T>() {
             let ([grad, x, residual, gate, grad_sum], [dx, dresidual, dgate], [rstds, means]) =
                 (row.inputs, row.outputs, row.kept);
-            for group in 0..groups.count {
+            for (group, rstd) in rstds.iter().enumerate() {
                 let (range, registers) = (groups.range(group), groups.registers(group));
                 BackwardGroup::<T> {
                     grad: &grad[range.clone()],
@@ -1183,7 +1183,7 @@ impl Backward<'_> {
                     dbias: of_group_mut(dbias, registers),
                     gates: &mut gates,
                     slopes: &mut slopes,
-                    rstd: rstds[group].to_f64(),
+                    rstd: rstd.to_f64(),
                     mean: means.get(group).map_or(0.0, |mean| mean.to_f64()),
                 }
                 .gradients::<L, GATED>(with, &self.options, self.stream);

@@ -173,7 +173,7 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
         // SAFETY: just checked; so is the alignment.
         unsafe {
             let p = row.as_mut_ptr().add(i);
-            if stream && (p as usize) % STREAM_ALIGN == 0 {
+            if stream && (p as usize).is_multiple_of(STREAM_ALIGN) {
                 self.stream(p);
             } else {
                 self.store(p);
@@ -185,20 +185,12 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
     /// and the address allows it.
     #[inline(always)]
     fn write(self, row: &mut [T], i: usize, stream: bool) {
-        // SAFETY: the row holds the `N` elements from `i`, or those up to its end; the alignment
-        // is checked.
-        unsafe {
-            if i + Self::N <= row.len() {
-                let p = row.as_mut_ptr().add(i);
-                if stream && (p as usize) % STREAM_ALIGN == 0 {
-                    self.stream(p);
-                } else {
-                    self.store(p);
-                }
-            } else {
-                let i = i.min(row.len());
-                self.store_part(row.as_mut_ptr().add(i), row.len() - i);
-            }
+        if i + Self::N <= row.len() {
+            self.write_whole(row, i, stream);
+        } else {
+            let i = i.min(row.len());
+            // SAFETY: the row holds the elements from `i` up to its end, fewer than `N`.
+            unsafe { self.store_part(row.as_mut_ptr().add(i), row.len() - i) }
         }
     }
 
