@@ -25,6 +25,7 @@ use super::contiguous_last;
 use crate::error::{Error, Result};
 use crate::pool::Buffer;
 use crate::rows::{Operands, Part, Rows};
+use crate::scratch::Scratch;
 use crate::simd::{self, Kernel, Lanes, Math, Memory, Task};
 use crate::view::{View, ViewMut};
 use crate::{Element, Real, isa};
@@ -312,13 +313,16 @@ impl Kernel for InPlace<'_> {
         T: Element,
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
-        let (act, zero) = (self.act, Real::of(0.0));
-        specialized!(act => while let Some(row) = self.part.next::<T>() {
+        let mut y = Scratch::<T::Real>::new(TILE);
+        while let Some(row) = self.part.next::<T>() {
             let [x] = row.outputs;
+            let y = &mut y[..x.len()];
+            values::<L, T>(self.act, x, y);
             for i in (0..x.len()).step_by(L::N) {
-                act.value(L::read(x, i, zero)).write(x, i, false);
+                let y: L = L::read(y, i, Real::of(0.0));
+                y.write(x, i, false);
             }
-        });
+        }
     }
 }
 
