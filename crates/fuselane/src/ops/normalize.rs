@@ -319,7 +319,7 @@ impl Normalize {
         Self { eps, ..self }
     }
 
-    /// Checks the options and returns the length of a group and the row length that it divides.
+    /// Checks the options and returns the last dimension of x.
     fn check(&self, x: View<'_>) -> Result<usize> {
         let fault = |option, got: String, expected: String| {
             Err(Error::new(NAME, option, format!("is {got}"), expected))
@@ -334,7 +334,7 @@ impl Normalize {
         if self.groups == 0 {
             return fault("groups", "0".into(), "at least 1".into());
         }
-        if d % self.groups != 0 {
+        if !d.is_multiple_of(self.groups) {
             let expected = format!("a divisor of {d} (last dimension of x)");
             return fault("groups", format!("{}", self.groups), expected);
         }
@@ -1189,7 +1189,8 @@ impl Backward<'_> {
                 .gradients::<L, GATED>(with, &self.options, self.stream);
             }
             count += 1;
-            if count % RECENT == 0 {
+            if count == RECENT {
+                count = 0;
                 add_recent::<L>(dweight, dbias, sums);
             }
         }
@@ -1604,7 +1605,7 @@ mod tests {
             Normalize { scale: -1.5, weight_form: WeightForm::OnePlus, ..Normalize::rms_norm() },
         ];
         for groups in [2, 3] {
-            if d % groups == 0 {
+            if d.is_multiple_of(groups) {
                 all.push(Normalize::rms_norm().with_groups(groups));
                 all.push(Normalize { scale: 0.5, ..Normalize::layer_norm().with_groups(groups) });
             }
