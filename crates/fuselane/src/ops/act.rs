@@ -194,22 +194,28 @@ impl Act {
         }
     }
 
-    /// f(x) and f'(x).
+    /// f(x), the same bits as [`Act::value`], and f'(x).
     #[inline(always)]
     pub(crate) fn value_and_slope<L: Math>(self, x: L) -> (L, L) {
+        (self.value(x), self.slope(x))
+    }
+
+    /// f'(x). What it has in common with f(x) the compiler computes once.
+    #[inline(always)]
+    fn slope<L: Math>(self, x: L) -> L {
         let (zero, one) = (L::splat(Real::of(0.0)), L::splat(Real::of(1.0)));
         match self {
-            Self::None => (x, one),
-            Self::Relu => (zero.max(x), L::select(x.le(zero), zero, one)),
-            Self::Sigmoid => x.sigmoid_and_slope(),
-            Self::Silu => x.silu_and_slope(),
-            Self::Tanh => x.tanh_and_slope(),
-            Self::Gelu => x.gelu_and_slope(),
-            Self::GeluTanh => x.gelu_tanh_and_slope(),
-            Self::Softplus => x.softplus_and_slope(),
+            Self::None => one,
+            Self::Relu => L::select(x.le(zero), zero, one),
+            Self::Sigmoid => x.sigmoid_and_slope().1,
+            Self::Silu => x.silu_and_slope().1,
+            Self::Tanh => x.tanh_and_slope().1,
+            Self::Gelu => x.gelu_and_slope().1,
+            Self::GeluTanh => x.gelu_tanh_and_slope().1,
+            Self::Softplus => x.sigmoid(),
             Self::ReluSquared => {
                 let positive = zero.max(x);
-                (positive.mul(positive), positive.add(positive))
+                positive.add(positive)
             }
         }
     }
@@ -227,7 +233,7 @@ impl Act {
                 let zero = L::splat(Real::of(0.0));
                 L::select(x.le(zero), zero, grad.mul(x.add(x)))
             }
-            _ => grad.mul(self.value_and_slope(x).1),
+            _ => grad.mul(self.slope(x)),
         }
     }
 }
