@@ -168,20 +168,35 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
         }
     }
 
+    /// The block at `i` of a row, which has to hold it.
+    #[inline(always)]
+    fn read_whole(row: &[T], i: usize) -> Self {
+        assert!(i + Self::N <= row.len());
+        // SAFETY: just checked.
+        unsafe { Self::load(row.as_ptr().add(i)) }
+    }
+
+    /// Writes the block at `i` of a row, which has to hold it; `stream` as for [`Memory::write`].
+    #[inline(always)]
+    fn write_whole(self, row: &mut [T], i: usize, stream: bool) {
+        assert!(i + Self::N <= row.len());
+        // SAFETY: just checked; so is the alignment.
+        unsafe {
+            let p = row.as_mut_ptr().add(i);
+            if stream && (p as usize).is_multiple_of(STREAM_ALIGN) {
+                self.stream(p);
+            } else {
+                self.store(p);
+            }
+        }
+    }
+
     /// Writes the block at `i` of a row, up to the row's end; past the caches if `stream` is set
     /// and the address allows it.
     #[inline(always)]
     fn write(self, row: &mut [T], i: usize, stream: bool) {
         if i + Self::N <= row.len() {
-            // SAFETY: the row holds the `N` elements from `i`; the alignment is checked.
-            unsafe {
-                let p = row.as_mut_ptr().add(i);
-                if stream && (p as usize) % STREAM_ALIGN == 0 {
-                    self.stream(p);
-                } else {
-                    self.store(p);
-                }
-            }
+            self.write_whole(row, i, stream);
         } else {
             let mut block = [T::default(); MAX_LANES];
             // SAFETY: a block holds `MAX_LANES >= N` elements.
