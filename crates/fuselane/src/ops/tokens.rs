@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::ops::act::{self, Act};
 use crate::ops::angles::{AnglePlan, Angles, Placement, TokenAngles, padded};
 use crate::ops::softmax;
-use crate::rows::{Operands, Part, Row, Rows, contiguous_rows};
+use crate::rows::{Named, Operands, Part, Row, Rows, contiguous_rows, disjoint};
 use crate::scratch::Scratch;
 use crate::simd::{Arithmetic, KernelIn, Lanes, Math, Memory, Task};
 use crate::view::{View, ViewMut};
@@ -145,6 +145,16 @@ pub(crate) struct Call<'a> {
     pub(crate) count: usize,
 }
 
+impl<'a> Call<'a> {
+    /// Theta, as an input that no output may overlap.
+    fn theta(&self) -> Named<Option<View<'a>>> {
+        match self.angles {
+            Angles::Theta(theta) => ("theta", Some(theta)),
+            Angles::Table(_) => ("theta", None),
+        }
+    }
+}
+
 /// Tensors of a backward call.
 pub(crate) struct Gradients<'a> {
     pub(crate) x: Option<View<'a>>,
@@ -217,6 +227,8 @@ pub(crate) fn forward<E: Encoding>(
     let isa = isa();
     with_real!(x.dtype(), R => {
         let plan = Plan::<R>::new(E::OPERATOR, call, &x, [b, n, h, d], encoding.table_len())?;
+        // All of it at once: packed sequences are worked on one after the other.
+        disjoint(E::OPERATOR, &[("x", Some(x)), call.theta()], &[("o", o.as_view())])?;
         let x = x.permute(&order)?;
         for tokens in plan.sequences() {
             let x = x.narrow(0, tokens.start, tokens.len())?;
@@ -285,12 +297,12 @@ pub(crate) fn backward<E: Encoding>(
                     operator, "dtheta", got, format!("{expected:?} (shape of theta)"),
                 ));
             }
-            let mut inputs = vec![("grad", Some(grad)), ("x", x)];
-            if let Angles::Theta(theta) = call.angles {
-                inputs.push(("theta", Some(theta)));
-            }
-            crate::rows::disjoint(operator, &inputs, &[("dtheta", dtheta.as_view())])?;
         }
+        let inputs = [("x", gradients.x), ("grad", Some(grad)), call.theta()];
+        let mut written = Vec::with_capacity(2);
+        written.extend(gradients.dx.iter().map(|dx| ("dx", dx.as_view())));
+        written.extend(gradients.dtheta.iter().map(|dtheta| ("dtheta", dtheta.as_view())));
+        disjoint(operator, &inputs, &written)?;
         let mut angle_sums = Scratch::<R>::zeros(split.theta_heads * split.count);
         for tokens in plan.sequences() {
             let cut = tokens.start;
