@@ -141,7 +141,11 @@ impl Rotate<'_> {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(&self, call: RotateBackward<'_>) -> Result<()> {
-        let [_, _, _, d] = tokens::dimensions("rotate", "grad", &call.grad, self.layout)?;
+        let [_, _, _, mut d] = tokens::dimensions("rotate", "grad", &call.grad, self.layout)?;
+        if let Some(x) = &call.x {
+            // Where the two differ, grad is at fault, and not theta.
+            [.., d] = tokens::dimensions("rotate", "x", x, self.layout)?;
+        }
         let rotation = self.rotation(call.angles, d)?;
         let RotateBackward { x, grad, angles, dx, dtheta } = call;
         let gradients = Gradients { x, grad, dx, dtheta };
