@@ -40,6 +40,22 @@ pub(crate) fn for_each_range(
     (0..tasks).into_par_iter().for_each(|i| work(cut(units, tasks, i)));
 }
 
+/// Calls `work` for each of `0..units` with its own `len` numbers of `results`.
+pub(crate) fn for_each_chunk<R: Real>(
+    units: usize,
+    bytes_per_unit: usize,
+    results: &mut [R],
+    len: usize,
+    work: impl Fn(usize, &mut [R]) + Sync,
+) {
+    let chunks = &mut results[..units * len];
+    if units.saturating_mul(bytes_per_unit) < WORTH_WAKING {
+        chunks.chunks_mut(len).enumerate().for_each(|(i, chunk)| work(i, chunk));
+    } else {
+        chunks.par_chunks_mut(len).enumerate().for_each(|(i, chunk)| work(i, chunk));
+    }
+}
+
 /// Calls `work` with ranges that cover `0..units` and a zeroed vector for each, to be filled with
 /// partial sums; adds the vectors to `total`, in order. The ranges depend on `units` alone, so
 /// the sums do not depend on the number of threads.

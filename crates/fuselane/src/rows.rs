@@ -89,6 +89,69 @@ pub(crate) struct Row<
     pub(crate) keeps: [&'r mut [T::Real]; SO],
 }
 
+/// Rows of one input at equal distances.
+pub(crate) struct Run<'r, T: Element> {
+    base: *const T,
+    /// Bytes from row to row.
+    step: isize,
+    rows: usize,
+    len: usize,
+    memory: PhantomData<&'r [T]>,
+}
+
+/// Rows of one output at equal distances.
+pub(crate) struct RunMut<'r, T: Element> {
+    base: *mut T,
+    /// Bytes from row to row.
+    step: isize,
+    rows: usize,
+    len: usize,
+    memory: PhantomData<&'r mut [T]>,
+}
+
+/// The same rows of all inputs and outputs.
+pub(crate) struct Runs<'r, T: Element, const I: usize, const O: usize> {
+    /// The number of rows.
+    pub(crate) rows: usize,
+    /// Inputs, in the order they were given to [`Rows::new`].
+    pub(crate) inputs: [Run<'r, T>; I],
+    /// Outputs.
+    pub(crate) outputs: [RunMut<'r, T>; O],
+}
+
+impl<'r, T: Element> Run<'r, T> {
+    /// Row `row` of this run.
+    #[inline(always)]
+    pub(crate) fn row(&self, row: usize) -> &'r [T] {
+        assert!(row < self.rows);
+        // SAFETY: `Part::next_run` made this of rows that its part owns, and `row` is one of them.
+        // An absent operand has dangling rows of no length, with step 0.
+        unsafe {
+            let p = self.base.wrapping_byte_offset(row as isize * self.step);
+            std::slice::from_raw_parts(p, self.len)
+        }
+    }
+
+    /// The length of each row.
+    #[inline(always)]
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl<T: Element> RunMut<'_, T> {
+    /// Row `row` of this run.
+    #[inline(always)]
+    pub(crate) fn row(&mut self, row: usize) -> &mut [T] {
+        assert!(row < self.rows);
+        // SAFETY: as for `Run::row`; the borrow of `self` keeps two from being held at once.
+        unsafe {
+            let p = self.base.wrapping_byte_offset(row as isize * self.step);
+            std::slice::from_raw_parts_mut(p, self.len)
+        }
+    }
+}
+
 /// What [`Rows::new`] takes.
 pub(crate) struct Operands<'a, const I: usize, const O: usize, const SI: usize, const SO: usize> {
     /// The activations' dtype and the shape of all dimensions but the last: those of this view.
@@ -319,6 +382,26 @@ impl<'a, const I: usize, const O: usize, const SI: usize, const SO: usize> Rows<
         self
     }
 
+    /// Makes rows longer by the dimensions after `dim` that every operand holds densely, for
+    /// operators whose columns do not depend on each other.
+    pub(crate) fn widened(mut self, dim: usize) -> Self {
+        while self.rank > dim + 1 && self.count > 0 {
+            let (last, size) = (self.rank - 1, self.shape[self.rank - 1]);
+            let dense = self.operands().all(|o| o.steps[last] == (o.len * o.size) as isize);
+            if size != 1 && !dense {
+                break;
+            }
+            self.for_each_operand(|o| {
+                o.len *= size;
+                o.steps[last] = 0;
+            });
+            self.shape[last] = 1;
+            self.rank = last;
+            self.count /= size;
+        }
+        self
+    }
+
     /// Moves dimension `dim` (not the last) innermost, and cuts the rows into tiles of `width`
     /// columns: the rows of one tile along `dim` follow each other.
     pub(crate) fn columns(mut self, dim: usize, width: usize) -> Self {
@@ -412,12 +495,52 @@ impl<'a, const I: usize, const O: usize, const SI: usize, const SO: usize> Rows<
         });
     }
 
-    /// Private: `for_each_part` and `sum_over_parts` hand out each row once.
+    /// Runs `work` over groups of `group` rows, in parallel where that pays, each with its own
+    /// `len` numbers of `results`.
+    pub(crate) fn for_each_group<R: crate::dtype::Real>(
+        &self,
+        group: usize,
+        results: &mut [R],
+        len: usize,
+        work: impl Fn(Part<'_, I, O, SI, SO>, &mut [R]) + Sync,
+    ) {
+        if self.count == 0 || len == 0 {
+            return;
+        }
+        parallel::for_each_chunk(
+            self.count / group,
+            self.row_bytes() * group,
+            results,
+            len,
+            |i, chunk| {
+                work(self.part(i * group..(i + 1) * group), chunk);
+            },
+        );
+    }
+
+    /// Private: the functions above hand out each row once.
     fn part(&self, range: Range<usize>) -> Part<'_, I, O, SI, SO> {
         let at = range.start;
         let mut part = Part { rows: self, range, at, index: [0; MAX_RANK] };
         part.seek(at);
         part
+    }
+
+    /// Where a row of an operand begins, and its length.
+    #[inline(always)]
+    fn place(&self, o: &Operand, index: &[usize]) -> (*mut u8, usize) {
+        if o.base.is_null() {
+            return (std::ptr::NonNull::<u64>::dangling().as_ptr().cast(), 0);
+        }
+        let mut offset = 0;
+        for (&i, &step) in index.iter().zip(&o.steps) {
+            offset += i as isize * step;
+        }
+        let len = match self.tiles {
+            None => o.len,
+            Some(t) => o.len.saturating_sub(index[t.dim] * t.width).min(t.width),
+        };
+        (o.base.wrapping_offset(offset), len)
     }
 
     fn operands(&self) -> impl Iterator<Item = &Operand> {
@@ -480,6 +603,45 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize> Part<
         Some(unsafe { self.row_at(&index[..rank]) })
     }
 
+    /// Up to `most` rows from the current place on, as many as lie at equal distances (those of one
+    /// index of all dimensions but the innermost) in this part; then goes on behind them.
+    pub(crate) fn next_run<T: Element>(&mut self, most: usize) -> Option<Runs<'_, T, I, O>> {
+        let rows = self.rows;
+        let (at, index, rank) = (self.at, self.index, rows.rank);
+        let left = if self.range.contains(&at) { self.range.end - at } else { 0 };
+        let even = match rank.checked_sub(1) {
+            None => 1,
+            // The last tile is shorter than the others.
+            Some(d) if rows.tiles.is_some_and(|t| t.dim == d) => 1,
+            Some(d) => rows.shape[d] - index[d],
+        };
+        let count = most.min(left).min(even);
+        if count == 0 {
+            return None;
+        }
+        assert!(T::DTYPE == rows.dtype, "rows of {} taken as {}", rows.dtype, T::DTYPE);
+        let step = |o: &Operand| rank.checked_sub(1).map_or(0, |d| o.steps[d]);
+        let memory = PhantomData;
+        let runs = Runs {
+            rows: count,
+            inputs: rows.inputs.each_ref().map(|o| {
+                let (base, len) = rows.place(o, &index[..rank]);
+                Run { base: base.cast_const().cast(), step: step(o), rows: count, len, memory }
+            }),
+            outputs: rows.outputs.each_ref().map(|o| {
+                let (base, len) = rows.place(o, &index[..rank]);
+                RunMut { base: base.cast(), step: step(o), rows: count, len, memory: PhantomData }
+            }),
+        };
+        self.at += count;
+        if count < even {
+            self.index[rank - 1] += count;
+        } else {
+            self.seek(self.at);
+        }
+        Some(runs)
+    }
+
     /// The row at an index of three dimensions (of [`Rows`] with just three), if it is in this
     /// part.
     #[inline(always)]
@@ -515,30 +677,16 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize> Part<
     unsafe fn row_at<T: Element>(&mut self, index: &[usize]) -> Row<'_, T, I, O, SI, SO> {
         let rows = self.rows;
         assert!(T::DTYPE == rows.dtype, "rows of {} taken as {}", rows.dtype, T::DTYPE);
-        let place = |o: &Operand| -> (*mut u8, usize) {
-            let mut offset = 0;
-            for (&i, &step) in index.iter().zip(&o.steps) {
-                offset += i as isize * step;
-            }
-            let len = match rows.tiles {
-                None => o.len,
-                Some(t) => o.len.saturating_sub(index[t.dim] * t.width).min(t.width),
-            };
-            if o.base.is_null() {
-                return (std::ptr::NonNull::<u64>::dangling().as_ptr().cast(), 0);
-            }
-            (o.base.wrapping_offset(offset), len)
-        };
         // SAFETY: each operand's view was checked, when it was made, to hold all elements that an
         // index reaches; `Rows::new` checked its dtype, that rows are contiguous, and that outputs
         // overlap nothing (and a `ViewMut` not itself), and this part is the only owner of the
         // row. The slices live no longer than the borrow of the part.
         unsafe {
             Row {
-                inputs: rows.inputs.each_ref().map(|o| slice::<T>(place(o))),
-                outputs: rows.outputs.each_ref().map(|o| slice_mut::<T>(place(o))),
-                kept: rows.kept.each_ref().map(|o| slice::<T::Real>(place(o))),
-                keeps: rows.keeps.each_ref().map(|o| slice_mut::<T::Real>(place(o))),
+                inputs: rows.inputs.each_ref().map(|o| slice::<T>(rows.place(o, index))),
+                outputs: rows.outputs.each_ref().map(|o| slice_mut::<T>(rows.place(o, index))),
+                kept: rows.kept.each_ref().map(|o| slice::<T::Real>(rows.place(o, index))),
+                keeps: rows.keeps.each_ref().map(|o| slice_mut::<T::Real>(rows.place(o, index))),
             }
         }
     }

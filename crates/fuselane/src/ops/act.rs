@@ -18,12 +18,14 @@
 //! the call.
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::str::FromStr;
 
+use super::contiguous_last;
 use crate::error::{Error, Result};
 use crate::pool::Buffer;
 use crate::rows::{Operands, Part, Rows};
-use crate::simd::{self, Kernel, Lanes, Math, Memory};
+use crate::simd::{self, Kernel, Lanes, Math, Memory, Task};
 use crate::view::{View, ViewMut};
 use crate::{Element, Real, isa};
 
@@ -96,7 +98,7 @@ impl Act {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn forward_into(self, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
-        let ([x], o) = contiguous_last([x], o)?;
+        let ([x], o, _) = contiguous_last([x], o)?;
         let operands = Operands::plain(("x", x), [("x", Some(x))], [("o", Some(o))]);
         let rows = Rows::new("act", operands)?.merged(true).tiled(TILE);
         let (isa, stream) = (isa(), rows.stream());
@@ -133,7 +135,7 @@ impl Act {
         if self == Self::None {
             return Ok(());
         }
-        let ([], mut x) = contiguous_last([], x)?;
+        let ([], mut x, _) = contiguous_last([], x)?;
         let dtype = x.dtype();
         let like = View::dense_shape(dtype, x.shape())?;
         let operands = Operands::plain(("x", like), [], [("x", Some(x.reborrow()))]);
@@ -154,7 +156,7 @@ impl Act {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(self, x: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
-        let ([x, grad], dx) = contiguous_last([x, grad], dx)?;
+        let ([x, grad], dx, _) = contiguous_last([x, grad], dx)?;
         let inputs = [("x", Some(x)), ("grad", Some(grad))];
         let operands = Operands::plain(("x", x), inputs, [("dx", Some(dx))]);
         let rows = Rows::new("act", operands)?.merged(true).tiled(TILE);
@@ -343,32 +345,71 @@ impl Kernel for Backward<'_> {
     }
 }
 
-/// Elementwise work does not care for the order of dimensions: moves the output's contiguous one
-/// last, in all views alike. A scalar becomes a row of one.
-fn contiguous_last<'a, const I: usize>(
-    mut inputs: [View<'a>; I],
-    mut output: ViewMut<'a>,
-) -> Result<([View<'a>; I], ViewMut<'a>)> {
-    if inputs.iter().any(|view| view.shape() != output.shape()) {
-        return Ok((inputs, output)); // `Rows::new` says which
+/// Runs over rows that other operators have at hand, in functions of their own: with nine
+/// activations each, one copy for each element type is enough.
+///
+/// `y = f(x)`, in index order.
+#[inline(always)]
+pub(crate) fn values<L, T>(act: Act, x: &[T], y: &mut [T::Real])
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+{
+    struct Values<'a, L, T: Element> {
+        act: Act,
+        x: &'a [T],
+        y: &'a mut [T::Real],
+        lanes: PhantomData<L>,
     }
-    if output.rank() == 0 {
-        for view in &mut inputs {
-            *view = view.reshape(&[1])?;
+    impl<L, T> Task for Values<'_, L, T>
+    where
+        T: Element,
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    {
+        type Output = ();
+        #[inline(always)]
+        fn run(self) {
+            let (Self { act, x, y, .. }, zero) = (self, Real::of(0.0));
+            specialized!(act => for i in (0..x.len()).step_by(L::N) {
+                let x: L = L::read(x, i, zero);
+                act.value(x).write(y, i, false);
+            });
         }
-        return Ok((inputs, output.reshape(&[1])?));
     }
-    let rank = output.rank();
-    let one = (0..rank).rev().find(|&d| output.strides()[d] == 1 && output.shape()[d] > 1);
-    if let Some(dim) = one {
-        let mut order: Vec<usize> = (0..rank).filter(|&d| d != dim).collect();
-        order.push(dim);
-        for view in &mut inputs {
-            *view = view.permute(&order)?;
+    L::enter(Values { act, x, y, lanes: PhantomData::<L> });
+}
+
+/// `dx = g * f'(x)`, where `g` is in index order.
+#[inline(always)]
+pub(crate) fn pull_back<L, T>(act: Act, x: &[T], g: &[T::Real], dx: &mut [T], stream: bool)
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+{
+    struct PullBack<'a, L, T: Element> {
+        act: Act,
+        x: &'a [T],
+        g: &'a [T::Real],
+        dx: &'a mut [T],
+        stream: bool,
+        lanes: PhantomData<L>,
+    }
+    impl<L, T> Task for PullBack<'_, L, T>
+    where
+        T: Element,
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    {
+        type Output = ();
+        #[inline(always)]
+        fn run(self) {
+            let (Self { act, x, g, dx, stream, .. }, zero) = (self, Real::of(0.0));
+            specialized!(act => for i in (0..x.len()).step_by(L::N) {
+                let (x, g): (L, L) = (L::read(x, i, zero), L::read(g, i, zero));
+                act.pull_back(x, g).write(dx, i, stream);
+            });
         }
-        output = output.permute(&order)?;
     }
-    Ok((inputs, output))
+    L::enter(PullBack { act, x, g, dx, stream, lanes: PhantomData::<L> });
 }
 
 impl fmt::Display for Act {

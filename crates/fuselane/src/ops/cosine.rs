@@ -17,7 +17,6 @@
 
 use crate::dtype::{Element, Real};
 use crate::error::Result;
-use crate::ops::act::Act;
 use crate::ops::angles::{Angles, Placement, Positions};
 use crate::ops::tokens::{self, Call, Encoding, FusedAct, Gradients, TokenLayout};
 use crate::pool::Buffer;
@@ -194,7 +193,6 @@ impl Encoding for Waves {
     #[inline(always)]
     fn forward<L, S, T>(
         &self,
-        act: Act,
         x: &[S],
         (cos, sin): (&[L::Real], &[L::Real]),
         o: &mut [T],
@@ -206,7 +204,7 @@ impl Encoding for Waves {
     {
         let (o_cos, o_sin) = o.split_at_mut(x.len());
         for i in (0..x.len()).step_by(L::N) {
-            let y: L = act.value(L::read(x, i, Real::of(0.0)));
+            let y: L = L::read(x, i, Real::of(0.0));
             y.mul(L::get(cos, i)).write(o_cos, i, stream);
             y.mul(L::get(sin, i)).write(o_sin, i, stream);
         }

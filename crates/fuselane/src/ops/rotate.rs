@@ -18,7 +18,6 @@
 
 use crate::dtype::{Element, Real};
 use crate::error::{Error, Result};
-use crate::ops::act::Act;
 use crate::ops::angles::{Angles, Placement, Positions};
 use crate::ops::tokens::{self, Call, Encoding, FusedAct, Gradients, TokenLayout};
 use crate::pool::Buffer;
@@ -289,7 +288,6 @@ impl Encoding for Rotation {
     #[inline(always)]
     fn forward<L, S, T>(
         &self,
-        act: Act,
         x: &[S],
         (cos, sin): (&[L::Real], &[L::Real]),
         o: &mut [T],
@@ -299,7 +297,7 @@ impl Encoding for Rotation {
         T: Element<Real = L::Real>,
         L: Math + Memory<S> + Memory<T>,
     {
-        turn::<L, S, T, false>(*self, act, x, (cos, sin), o, stream);
+        turn::<L, S, T, false>(*self, x, (cos, sin), o, stream);
     }
 
     #[inline(always)]
@@ -314,7 +312,7 @@ impl Encoding for Rotation {
         D: Element<Real = L::Real>,
         L: Math + Memory<T> + Memory<D>,
     {
-        turn::<L, T, D, true>(*self, Act::None, grad, (cos, sin), dx, stream);
+        turn::<L, T, D, true>(*self, grad, (cos, sin), dx, stream);
     }
 
     /// da = x'1 dx'2 - x'2 dx'1; for interleaved pairs at the even index, and negated at the odd
@@ -366,7 +364,6 @@ impl Encoding for Rotation {
 #[inline(always)]
 fn turn<L, S, T, const BACK: bool>(
     rotation: Rotation,
-    act: Act,
     x: &[S],
     (cos, sin): (&[L::Real], &[L::Real]),
     o: &mut [T],
@@ -382,8 +379,7 @@ fn turn<L, S, T, const BACK: bool>(
             let (x1, x2) = halves(x, pairs, second);
             let (o1, o2) = halves_mut(o, pairs, second);
             for i in (0..pairs).step_by(L::N) {
-                let (x1, x2): (L, L) =
-                    (act.value(L::read(x1, i, zero)), act.value(L::read(x2, i, zero)));
+                let (x1, x2): (L, L) = (L::read(x1, i, zero), L::read(x2, i, zero));
                 let (c, s) = (L::get(cos, i), L::get(sin, i));
                 if BACK {
                     x1.mul_add(c, x2.mul(s)).write(o1, i, stream);
@@ -396,7 +392,7 @@ fn turn<L, S, T, const BACK: bool>(
         }
         None => {
             for i in (0..2 * pairs).step_by(L::N) {
-                let x: L = act.value(L::read(&x[..2 * pairs], i, zero));
+                let x: L = L::read(&x[..2 * pairs], i, zero);
                 let (c, s) = (L::get(cos, i), L::get(sin, i));
                 let across = x.swap_pairs();
                 let turned = if BACK {
@@ -412,7 +408,7 @@ fn turn<L, S, T, const BACK: bool>(
         let (x, o) = (&x[range.clone()], &mut o[range]);
         for i in (0..x.len()).step_by(L::N) {
             let x: L = L::read(x, i, zero);
-            act.value(x).write(o, i, stream);
+            x.write(o, i, stream);
         }
     }
 }

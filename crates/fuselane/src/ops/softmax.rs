@@ -1,6 +1,53 @@
 //! Softmax and log-softmax over one dimension.
+//!
+//! ```text
+//!     softmax      o = exp(x - max) / sum,    sum = sum over the dimension of exp(x - max)
+//!     log-softmax  o = (x - max) - ln(sum)
+//!
+//!     backward     dx = o * (grad - sum over the dimension of o * grad)
+//!           log    dx = grad - exp(o) * sum over the dimension of grad
+//! ```
+//!
+//! The dimension is the last one (features) or any other (a sequence); no view is transposed and
+//! no second tensor is made.
+//!
+//! **Over the last dimension** a row is read once. Its exponentials are kept in a few KiB of
+//! scratch while their sum is formed, then scaled and written. Rows beyond [`KEEP`] elements are
+//! read again instead. Short rows go a few at a time, so that the sums and divisions of one
+//! row run behind the exponentials of the next.
+//!
+//! **Over another dimension** the tensor is cut into tiles of some columns. All rows of a tile are
+//! read for the columns' maxima and sums, then again (from the cache, where the tile fits) for the
+//! output. The sums are formed while the maxima still rise: see [`column_statistics`].
+//!
+//! The sums add [`CHUNK`] (or [`CHUNK_ROWS`]) numbers as lanes, and the sums of these chunks in
+//! double precision (or with compensation), so that an error does not grow with the length. Their
+//! order depends on the length alone.
+//!
+//! A NaN, or a plus infinity, makes its row NaN. A row of nothing but minus infinity is NaN, as in
+//! PyTorch, unless [`Softmax::zero_masked_rows`] is set. The maximum need not see a NaN for that:
+//! the sum does.
+
+use std::ops::Range;
+
+use super::contiguous_last;
+use crate::error::{Error, Result};
+use crate::pool::Buffer;
+use crate::rows::{Operands, Part, Rows, Run};
+use crate::scratch::Scratch;
+use crate::simd::{self, Kernel, Lanes, Math, Memory};
+use crate::view::{View, ViewMut};
+use crate::{Element, Real, isa};
 
 /// Softmax over dimension `dim`.
+///
+/// ```
+/// use fuselane::{Softmax, View};
+/// let x = [0.0f32, 3f32.ln(), 1.0, 1.0];
+/// let o = Softmax::over(-1).forward(View::new(&x, &[2, 2])?)?;
+/// assert_eq!(o.as_slice::<f32>()?, [0.25, 0.75, 0.5, 0.5]);
+/// # Ok::<(), fuselane::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Softmax {
     /// The dimension that is summed over; negative ones count from the last.
@@ -18,50 +65,1276 @@ impl Default for Softmax {
     }
 }
 
-// Stand-ins until the softmax branch lands.
-use crate::{
-    DType, Element, Isa, Real, View,
-    error::Result,
-    simd::{Lanes, Math, Memory},
-};
+/// The most elements whose exponentials are kept in scratch.
+const KEEP: usize = 16384;
+/// Elements of a row that are summed as lanes.
+const CHUNK: usize = 1024;
+/// Rows of a column tile whose sum is formed as lanes.
+const CHUNK_ROWS: usize = 32;
+/// The most rows that are worked on at once, and the most elements in them.
+const BATCH: usize = 8;
+const BATCH_ELEMENTS: usize = 2048;
+/// Bytes of a column tile that stay in the second-level cache between its two readings.
+const TILE_BYTES: usize = 1 << 18;
+/// The most bytes in a row of a column tile; the least are a cache line.
+const TILE_ROW: usize = 512;
+const LINE: usize = 64;
+/// How far a column may exceed the maximum its sum was started with before that is replaced.
+const MARGIN: f64 = 8.0;
+
+impl Softmax {
+    /// Softmax over dimension `dim`, where -1 is the last.
+    pub const fn over(dim: isize) -> Self {
+        Self { dim, log: false, zero_masked_rows: false }
+    }
+
+    /// The logarithm of the softmax over dimension `dim`, where -1 is the last.
+    ///
+    /// ```
+    /// use fuselane::{Softmax, View};
+    /// let o = Softmax::log_over(0).forward(View::new(&[1e4f64, 1e4], &[2, 1])?)?;
+    /// assert_eq!(o.as_slice::<f64>()?, [-2f64.ln(); 2]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub const fn log_over(dim: isize) -> Self {
+        Self { dim, log: true, zero_masked_rows: false }
+    }
+
+    /// Writes the softmax of `x` into `o`.
+    ///
+    /// ```
+    /// use fuselane::{Softmax, View, ViewMut};
+    /// let (x, mut o) = ([0.0f32, 5.0, 3f32.ln(), 5.0], [0.0f32; 4]);
+    /// let (x, o_view) = (View::new(&x, &[2, 2])?, ViewMut::new(&mut o, &[2, 2])?);
+    /// Softmax::over(0).forward_into(x, o_view)?;
+    /// assert_eq!(o, [0.25, 0.5, 0.75, 0.5]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn forward_into(&self, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
+        let dim = self.dimension(("x", x))?;
+        let ([x], o, last) = contiguous_last([x], o)?;
+        let operands = Operands::plain(("x", x), [("x", Some(x))], [("o", Some(o))]);
+        let rows = Along::new(operands, dim, last)?;
+        let (isa, dtype) = (isa(), rows.rows.dtype());
+        rows.for_each_task(self, |task| match (task.columns, self.log, task.n <= KEEP) {
+            (false, false, true) => simd::run(isa, dtype, ForwardRows::<false, true>(task)),
+            (false, false, false) => simd::run(isa, dtype, ForwardRows::<false, false>(task)),
+            (false, true, _) => simd::run(isa, dtype, ForwardRows::<true, false>(task)),
+            (true, false, _) => simd::run(isa, dtype, ForwardColumns::<false>(task)),
+            (true, true, _) => simd::run(isa, dtype, ForwardColumns::<true>(task)),
+        });
+        Ok(())
+    }
+
+    /// The softmax of `x` in a buffer from the pool.
+    ///
+    /// ```
+    /// use fuselane::{Softmax, View};
+    /// let masked = [f32::NEG_INFINITY; 2];
+    /// let softmax = Softmax { zero_masked_rows: true, ..Softmax::over(-1) };
+    /// assert_eq!(softmax.forward(View::new(&masked, &[2])?)?.as_slice::<f32>()?, [0.0, 0.0]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn forward(&self, x: View<'_>) -> Result<Buffer> {
+        let mut o = Buffer::unfilled(x.dtype(), x.shape())?;
+        self.forward_into(x, o.view_mut())?;
+        Ok(o)
+    }
+
+    /// Writes `dx` from the output `o` of the forward and the gradient that arrives at it.
+    ///
+    /// ```
+    /// use fuselane::{Softmax, View, ViewMut};
+    /// let (o, grad, mut dx) = ([0.25f32, 0.75], [4.0f32, 0.0], [0.0f32; 2]);
+    /// let [o, grad] = [View::new(&o, &[2])?, View::new(&grad, &[2])?];
+    /// Softmax::over(-1).backward_into(o, grad, ViewMut::new(&mut dx, &[2])?)?;
+    /// assert_eq!(dx, [0.75, -0.75]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn backward_into(&self, o: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+        let dim = self.dimension(("o", o))?;
+        let ([o, grad], dx, last) = contiguous_last([o, grad], dx)?;
+        let inputs = [("o", Some(o)), ("grad", Some(grad))];
+        let rows = Along::new(Operands::plain(("o", o), inputs, [("dx", Some(dx))]), dim, last)?;
+        let (isa, dtype) = (isa(), rows.rows.dtype());
+        rows.for_each_task(self, |task| match (task.columns, self.log) {
+            (false, false) => simd::run(isa, dtype, RowsFromOutput::<false>(task)),
+            (false, true) => simd::run(isa, dtype, RowsFromOutput::<true>(task)),
+            (true, false) => simd::run(isa, dtype, ColumnsFromOutput::<false>(task)),
+            (true, true) => simd::run(isa, dtype, ColumnsFromOutput::<true>(task)),
+        });
+        Ok(())
+    }
+
+    /// `dx` of [`Softmax::backward_into`] in a buffer from the pool.
+    ///
+    /// ```
+    /// use fuselane::{Softmax, View};
+    /// let (o, grad) = (View::new(&[0.25f32, 0.75], &[2])?, View::new(&[4.0f32, 0.0], &[2])?);
+    /// assert_eq!(Softmax::over(0).backward(o, grad)?.as_slice::<f32>()?, [0.75, -0.75]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn backward(&self, o: View<'_>, grad: View<'_>) -> Result<Buffer> {
+        let mut dx = Buffer::unfilled(o.dtype(), o.shape())?;
+        self.backward_into(o, grad, dx.view_mut())?;
+        Ok(dx)
+    }
+
+    /// Writes `dx` from the input `x` of the forward, where the output was not kept. The output is
+    /// computed again and not rounded, so this is the more exact form for 16-bit tensors.
+    ///
+    /// ```
+    /// use fuselane::{Softmax, View, ViewMut};
+    /// let (x, grad, mut dx) = ([0.0f32, 3f32.ln()], [4.0f32, 0.0], [0.0f32; 2]);
+    /// let [x, grad] = [View::new(&x, &[2])?, View::new(&grad, &[2])?];
+    /// Softmax::over(-1).backward_from_input_into(x, grad, ViewMut::new(&mut dx, &[2])?)?;
+    /// assert_eq!(dx, [0.75, -0.75]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn backward_from_input_into(
+        &self,
+        x: View<'_>,
+        grad: View<'_>,
+        dx: ViewMut<'_>,
+    ) -> Result<()> {
+        let dim = self.dimension(("x", x))?;
+        let ([x, grad], dx, last) = contiguous_last([x, grad], dx)?;
+        let inputs = [("x", Some(x)), ("grad", Some(grad))];
+        let rows = Along::new(Operands::plain(("x", x), inputs, [("dx", Some(dx))]), dim, last)?;
+        let (isa, dtype) = (isa(), rows.rows.dtype());
+        rows.for_each_task(self, |task| match (task.columns, self.log, task.n <= KEEP) {
+            (false, false, true) => simd::run(isa, dtype, RowsFromInput::<false, true>(task)),
+            (false, false, false) => simd::run(isa, dtype, RowsFromInput::<false, false>(task)),
+            (false, true, true) => simd::run(isa, dtype, RowsFromInput::<true, true>(task)),
+            (false, true, false) => simd::run(isa, dtype, RowsFromInput::<true, false>(task)),
+            (true, false, _) => simd::run(isa, dtype, ColumnsFromInput::<false>(task)),
+            (true, true, _) => simd::run(isa, dtype, ColumnsFromInput::<true>(task)),
+        });
+        Ok(())
+    }
+
+    /// `dx` of [`Softmax::backward_from_input_into`] in a buffer from the pool.
+    ///
+    /// ```
+    /// use fuselane::{Softmax, View};
+    /// let (x, grad) = (View::new(&[0.0f32, 3f32.ln()], &[2])?, View::new(&[4.0f32, 0.0], &[2])?);
+    /// let dx = Softmax::over(0).backward_from_input(x, grad)?;
+    /// assert_eq!(dx.as_slice::<f32>()?, [0.75, -0.75]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn backward_from_input(&self, x: View<'_>, grad: View<'_>) -> Result<Buffer> {
+        let mut dx = Buffer::unfilled(x.dtype(), x.shape())?;
+        self.backward_from_input_into(x, grad, dx.view_mut())?;
+        Ok(dx)
+    }
+
+    /// The dimension, counted from the first.
+    fn dimension(&self, (name, view): (&'static str, View<'_>)) -> Result<usize> {
+        let rank = view.rank();
+        if rank == 0 {
+            let expected = "at least one (softmax runs along one)";
+            return Err(Error::new("softmax", name, "has no dimensions", expected));
+        }
+        let from_first = if self.dim < 0 { self.dim + rank as isize } else { self.dim };
+        usize::try_from(from_first).ok().filter(|&dim| dim < rank).ok_or_else(|| {
+            Error::new(
+                "softmax",
+                "dim",
+                format!("is {}", self.dim),
+                format!("-{rank} to {} ({name} has {rank} dimensions)", rank - 1),
+            )
+        })
+    }
+}
+
+/// The rows of a call, with the reduced dimension within each row, or along the rows of a column
+/// tile.
+struct Along<'a, const I: usize> {
+    rows: Rows<'a, I, 1>,
+    /// The reduced length.
+    n: usize,
+    /// The most elements in a row; of a tile, if the rows are those of column tiles.
+    width: usize,
+    columns: bool,
+}
+
+impl<'a, const I: usize> Along<'a, I> {
+    /// `dim` is the reduced dimension before dimension `last` was moved last.
+    fn new(operands: Operands<'a, I, 1, 0, 0>, dim: usize, last: usize) -> Result<Self> {
+        let like = operands.like.1;
+        let dim = if dim == last { like.rank() - 1 } else { dim - usize::from(dim > last) };
+        let (n, size) = (like.shape()[dim], like.dtype().size());
+        let rows = Rows::new("softmax", operands)?;
+        if dim + 1 == like.rank() {
+            return Ok(Self { rows: rows.merged(false), n, width: n, columns: false });
+        }
+        let rows = rows.widened(dim);
+        let width = tile_width(n, rows.input_len(0), rows.count() / n.max(1), size);
+        Ok(Self { rows: rows.columns(dim, width), n, width, columns: true })
+    }
+
+    /// Calls `work` with the tasks that the call is cut into.
+    fn for_each_task(&self, options: &Softmax, work: impl Fn(Task<'_, I>) + Sync) {
+        let &Self { n, width, columns, .. } = self;
+        let stream = self.rows.stream();
+        self.rows.for_each_part(if columns { n } else { 1 }, |part| {
+            work(Task { options: *options, part, n, width, columns, stream });
+        });
+    }
+}
+
+/// What one thread does: all of some rows, or of some column tiles.
+struct Task<'r, const I: usize> {
+    options: Softmax,
+    part: Part<'r, I, 1>,
+    n: usize,
+    width: usize,
+    columns: bool,
+    stream: bool,
+}
+
+/// The columns in a tile, for `outer` tensors of `n` rows: few enough for the cache and for every
+/// thread to have some tiles. No result depends on it.
+fn tile_width(n: usize, columns: usize, outer: usize, size: usize) -> usize {
+    let tasks = 4 * rayon::current_num_threads();
+    let mut width = TILE_ROW / size;
+    while width * size > LINE
+        && (n * width * size > TILE_BYTES || outer * columns.div_ceil(width) < tasks)
+    {
+        width /= 2;
+    }
+    width
+}
+
+/// Rows of `len` elements to work on at once.
+fn batch(len: usize) -> usize {
+    (BATCH_ELEMENTS / len.max(1)).clamp(1, BATCH)
+}
+
+/// Declares kernels, one for each form of the operator, so that each is compiled by itself.
+macro_rules! kernels {
+    ($($name:ident<$inputs:literal $(, $constant:ident)*> = $function:ident;)*) => {
+        $(
+            struct $name<'r $(, const $constant: bool)*>(Task<'r, $inputs>);
+
+            impl<$(const $constant: bool),*> Kernel for $name<'_ $(, $constant)*> {
+                #[inline(always)]
+                fn run<L, T>(self)
+                where
+                    T: Element,
+                    L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+                {
+                    $function::<L, T $(, $constant)*>(self.0);
+                }
+            }
+        )*
+    };
+}
+
+kernels! {
+    ForwardRows<1, LOG, KEPT> = forward_rows;
+    ForwardColumns<1, LOG> = forward_columns;
+    RowsFromOutput<2, LOG> = rows_from_output;
+    ColumnsFromOutput<2, LOG> = columns_from_output;
+    RowsFromInput<2, LOG, KEPT> = rows_from_input;
+    ColumnsFromInput<2, LOG> = columns_from_input;
+}
+
+// Over the last dimension.
+
+/// Fills `scratch`, in register order, with exp(x - max) of a row, and gives 1 / sum.
+///
+/// Zeros stand past the row's end, up to a whole number of blocks, which `scratch` has to have
+/// room for. The softmax is their product, for every row: one with a NaN or a plus infinity has 1 /
+/// sum = NaN, and one of nothing but minus infinity has zeros and 1 / sum = infinity.
 #[inline(always)]
-pub(crate) fn row<L, T>(x: &[T], y: &mut [T::Real])
+pub(crate) fn exp_row<L, T>(x: &[T], scratch: &mut [T::Real]) -> T::Real
 where
     T: Element,
-    L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
-    let max = x
-        .iter()
-        .map(|x| x.to_f64())
-        .fold(f64::NEG_INFINITY, |m, v| if m.is_nan() || m > v { m } else { v });
-    let sum: f64 = x.iter().map(|x| (x.to_f64() - max).exp()).sum();
-    for (y, x) in y.iter_mut().zip(x) {
-        *y = Real::of((x.to_f64() - max).exp() / sum);
-    }
+    let shift = row_shift::<L, T>(x);
+    inverse(exp_sum::<L, T, true>(x, shift, scratch), false)
 }
+
+/// What a row's exponentials are taken relative to: its maximum, but 0 where that is minus
+/// infinity. Of any value where the row has a NaN.
 #[inline(always)]
-pub(crate) fn dot<L>(a: &[L::Real], b: &[L::Real]) -> L::Real
+fn row_shift<L, T>(x: &[T]) -> T::Real
 where
-    L: Math + Memory<<L as Lanes>::Real>,
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
 {
-    Real::of(a.iter().zip(b).map(|(a, b)| a.to_f64() * b.to_f64()).sum())
+    let least = T::Real::MINUS_INFINITY;
+    let mut max = L::splat(least);
+    for i in (0..x.len()).step_by(L::N) {
+        max = max.max(L::read(x, i, least));
+    }
+    let max = max.reduce_max();
+    if max == least { T::Real::of(0.0) } else { max }
 }
-pub(crate) fn column_statistics<R: Real>(
-    _isa: Isa,
-    x: View<'_>,
-    statistics: &mut [R],
-) -> Result<()> {
-    let [b, h, n, d] = *x.shape() else { unreachable!() };
-    let _ = DType::F32;
-    let v = x.to_f64_vec();
-    for bh in 0..b * h {
-        for c in 0..d {
-            let col = || (0..n).map(|t| v[(bh * n + t) * d + c]);
-            let max = col().fold(f64::NEG_INFINITY, |m, v| if m.is_nan() || m > v { m } else { v });
-            let sum: f64 = col().map(|x| (x - max).exp()).sum();
-            statistics[bh * 2 * d + c] = R::of(max);
-            statistics[bh * 2 * d + d + c] = R::of(1.0 / sum);
+
+/// The sum of exp(x - shift) over a row; with `KEPT`, `scratch` is filled with them, in register
+/// order.
+#[inline(always)]
+fn exp_sum<L, T, const KEPT: bool>(x: &[T], shift: T::Real, scratch: &mut [T::Real]) -> f64
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    let (shift, mut total) = (L::splat(shift), 0.0);
+    for start in (0..x.len()).step_by(CHUNK) {
+        let mut sum = L::splat(Real::of(0.0));
+        for i in (start..x.len().min(start + CHUNK)).step_by(L::N) {
+            let e = L::read(x, i, T::Real::MINUS_INFINITY).sub(shift).exp();
+            if KEPT {
+                e.set(scratch, i);
+            }
+            sum = sum.add(e);
+        }
+        total += sum.reduce_add().to_f64();
+    }
+    total
+}
+
+/// Block `i` of exp(x - shift), as [`exp_sum`] kept it or computed again.
+#[inline(always)]
+fn exps<L, T, const KEPT: bool>(x: &[T], i: usize, shift: L, scratch: &[T::Real]) -> L
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    if KEPT { L::get(scratch, i) } else { L::read(x, i, T::Real::MINUS_INFINITY).sub(shift).exp() }
+}
+
+/// 1 / sum; 0 for a masked row if `zero_masked`. Only a masked row has a sum of 0, as the largest
+/// element of any other adds 1.
+#[inline(always)]
+fn inverse<R: Real>(sum: f64, zero_masked: bool) -> R {
+    if zero_masked && sum == 0.0 { R::of(0.0) } else { R::of(1.0 / sum) }
+}
+
+/// ln(sum); 0 for a masked row if `zero_masked`.
+#[inline(always)]
+fn logarithm<R: Real>(sum: f64, zero_masked: bool) -> R {
+    if zero_masked && sum == 0.0 { R::of(0.0) } else { R::of(sum.ln()) }
+}
+
+#[inline(always)]
+fn forward_rows<L, T, const LOG: bool, const KEPT: bool>(mut task: Task<'_, 1>)
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    let (n, batch, zero_masked) = (task.n, batch(task.n), task.options.zero_masked_rows);
+    let room = if KEPT { n.next_multiple_of(L::N) } else { 0 };
+    let mut scratch = Scratch::<T::Real>::new(batch * room);
+    let scratch = &mut scratch[..];
+    let (mut shifts, mut scales) = ([Real::of(0.0); BATCH], [Real::of(0.0); BATCH]);
+    while let Some(runs) = task.part.next_run::<T>(batch) {
+        let ([x], [mut o]) = (runs.inputs, runs.outputs);
+        for (r, shift) in shifts[..runs.rows].iter_mut().enumerate() {
+            *shift = row_shift::<L, T>(x.row(r));
+        }
+        for (r, scale) in scales[..runs.rows].iter_mut().enumerate() {
+            let scratch = &mut scratch[r * room..][..room];
+            let sum = exp_sum::<L, T, KEPT>(x.row(r), shifts[r], scratch);
+            *scale = if LOG { logarithm(sum, zero_masked) } else { inverse(sum, zero_masked) };
+        }
+        for (r, &scale) in scales[..runs.rows].iter().enumerate() {
+            let (x, o, scratch) = (x.row(r), o.row(r), &scratch[r * room..][..room]);
+            let (shift, scale) = (L::splat(shifts[r]), L::splat(scale));
+            for i in (0..x.len()).step_by(L::N) {
+                if LOG {
+                    let x: L = L::read(x, i, Real::of(0.0));
+                    x.sub(shift).sub(scale).write(o, i, task.stream);
+                } else {
+                    let e = exps::<L, T, KEPT>(x, i, shift, scratch);
+                    e.mul(scale).write(o, i, task.stream);
+                }
+            }
         }
     }
-    Ok(())
+}
+
+/// The sum of a row.
+#[inline(always)]
+fn row_sum<L, T>(x: &[T]) -> T::Real
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    let mut total = 0.0;
+    for start in (0..x.len()).step_by(CHUNK) {
+        let mut sum = L::splat(Real::of(0.0));
+        for i in (start..x.len().min(start + CHUNK)).step_by(L::N) {
+            sum = sum.add(L::read(x, i, Real::of(0.0)));
+        }
+        total += sum.reduce_add().to_f64();
+    }
+    Real::of(total)
+}
+
+/// The sum of the products of two rows.
+#[inline(always)]
+fn row_dot<L, T>(x: &[T], y: &[T]) -> T::Real
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    let mut total = 0.0;
+    for start in (0..x.len()).step_by(CHUNK) {
+        let mut sum = L::splat(Real::of(0.0));
+        for i in (start..x.len().min(start + CHUNK)).step_by(L::N) {
+            let (x, y): (L, L) = (L::read(x, i, Real::of(0.0)), L::read(y, i, Real::of(0.0)));
+            sum = x.mul_add(y, sum);
+        }
+        total += sum.reduce_add().to_f64();
+    }
+    Real::of(total)
+}
+
+/// The sum of the products of [`exps`] and a row.
+#[inline(always)]
+fn exp_dot<L, T, const KEPT: bool>(x: &[T], y: &[T], shift: T::Real, scratch: &[T::Real]) -> f64
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    let (shift, mut total) = (L::splat(shift), 0.0);
+    for start in (0..x.len()).step_by(CHUNK) {
+        let mut sum = L::splat(Real::of(0.0));
+        for i in (start..x.len().min(start + CHUNK)).step_by(L::N) {
+            let y: L = L::read(y, i, Real::of(0.0));
+            sum = exps::<L, T, KEPT>(x, i, shift, scratch).mul_add(y, sum);
+        }
+        total += sum.reduce_add().to_f64();
+    }
+    total
+}
+
+/// Whether a row is nothing but minus infinity.
+#[inline(always)]
+fn is_masked<L, T>(x: &[T]) -> bool
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    let least = T::Real::MINUS_INFINITY;
+    for i in (0..x.len()).step_by(L::N) {
+        let x: L = L::read(x, i, least);
+        if L::any(L::splat(least).lt(x)) || L::any(x.is_nan()) {
+            return false;
+        }
+    }
+    true
+}
+
+/// The gradient of a block, from its output (for the logarithm, the exponential of its output),
+/// and from the sum over the dimension of o * grad (of grad).
+#[inline(always)]
+fn pull_back<L: Lanes, const LOG: bool>(o: L, grad: L, total: L) -> L {
+    if LOG { o.neg_mul_add(total, grad) } else { o.mul(grad.sub(total)) }
+}
+
+#[inline(always)]
+fn rows_from_output<L, T, const LOG: bool>(mut task: Task<'_, 2>)
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    let (batch, zero) = (batch(task.n), Real::of(0.0));
+    let mut totals = [zero; BATCH];
+    while let Some(runs) = task.part.next_run::<T>(batch) {
+        let ([o, grad], [mut dx]) = (runs.inputs, runs.outputs);
+        for (r, total) in totals[..runs.rows].iter_mut().enumerate() {
+            let (o, grad) = (o.row(r), grad.row(r));
+            *total = if LOG { row_sum::<L, T>(grad) } else { row_dot::<L, T>(o, grad) };
+        }
+        for (r, &total) in totals[..runs.rows].iter().enumerate() {
+            let (o, grad, dx) = (o.row(r), grad.row(r), dx.row(r));
+            if LOG && task.options.zero_masked_rows && is_masked::<L, T>(o) {
+                dx.fill(T::default());
+                continue;
+            }
+            let total = L::splat(total);
+            for i in (0..o.len()).step_by(L::N) {
+                let (o, grad): (L, L) = (L::read(o, i, zero), L::read(grad, i, zero));
+                let o = if LOG { o.exp() } else { o };
+                pull_back::<L, LOG>(o, grad, total).write(dx, i, task.stream);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn rows_from_input<L, T, const LOG: bool, const KEPT: bool>(mut task: Task<'_, 2>)
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    let (n, batch, zero) = (task.n, batch(task.n), Real::of(0.0));
+    let room = if KEPT { n.next_multiple_of(L::N) } else { 0 };
+    let mut scratch = Scratch::<T::Real>::new(batch * room);
+    let scratch = &mut scratch[..];
+    let (mut shifts, mut scales, mut totals) = ([zero; BATCH], [zero; BATCH], [zero; BATCH]);
+    while let Some(runs) = task.part.next_run::<T>(batch) {
+        let ([x, grad], [mut dx]) = (runs.inputs, runs.outputs);
+        for (r, shift) in shifts[..runs.rows].iter_mut().enumerate() {
+            *shift = row_shift::<L, T>(x.row(r));
+        }
+        for (r, scale) in scales[..runs.rows].iter_mut().enumerate() {
+            let (x, grad) = (x.row(r), grad.row(r));
+            let scratch = &mut scratch[r * room..][..room];
+            let sum = exp_sum::<L, T, KEPT>(x, shifts[r], scratch);
+            *scale = inverse(sum, task.options.zero_masked_rows);
+            totals[r] = if LOG {
+                row_sum::<L, T>(grad)
+            } else {
+                Real::of(exp_dot::<L, T, KEPT>(x, grad, shifts[r], scratch) / sum)
+            };
+        }
+        for (r, &scale) in scales[..runs.rows].iter().enumerate() {
+            let (x, grad, dx) = (x.row(r), grad.row(r), dx.row(r));
+            if scale == zero {
+                dx.fill(T::default());
+                continue;
+            }
+            let scratch = &scratch[r * room..][..room];
+            let (shift, scale, total) = (L::splat(shifts[r]), L::splat(scale), L::splat(totals[r]));
+            for i in (0..x.len()).step_by(L::N) {
+                let grad = L::read(grad, i, zero);
+                let o = exps::<L, T, KEPT>(x, i, shift, scratch).mul(scale);
+                pull_back::<L, LOG>(o, grad, total).write(dx, i, task.stream);
+            }
+        }
+    }
+}
+
+// Over another dimension.
+
+/// For each column of the rows `rows` of `x`, the maximum (0 where it is minus infinity) and
+/// 1 / sum, so that the softmax is exp(x - max) * inverse. Both are in register order, and have
+/// to have room for a whole number of blocks.
+///
+/// As in [`exp_row`], `inverse` is NaN for a column with a NaN or a plus infinity, whatever `max` is
+/// then; and infinity for one of nothing but minus infinity, or 0 if `zero_masked`.
+#[inline(always)]
+pub(crate) fn column_statistics<L, T>(
+    x: &Run<'_, T>,
+    rows: Range<usize>,
+    zero_masked: bool,
+    max: &mut [T::Real],
+    inverse: &mut [T::Real],
+) where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    column_sums::<L, T, false>(x, x, rows, max, inverse, &mut []);
+    invert::<L>(inverse, zero_masked);
+}
+
+/// Replaces each sum by its inverse, as [`inverse`] does.
+#[inline(always)]
+fn invert<L: Lanes>(sums: &mut [L::Real], zero_masked: bool) {
+    let (zero, one) = (L::splat(Real::of(0.0)), L::splat(Real::of(1.0)));
+    for i in (0..sums.len()).step_by(L::N) {
+        let sum = L::get(sums, i);
+        let inverse = one.div(sum);
+        let inverse = if zero_masked { L::select(sum.le(zero), zero, inverse) } else { inverse };
+        inverse.set(sums, i);
+    }
+}
+
+/// A sum of lanes and what its roundings have lost.
+#[derive(Clone, Copy)]
+struct Compensated<L> {
+    sum: L,
+    lost: L,
+}
+
+impl<L: Lanes> Compensated<L> {
+    #[inline(always)]
+    fn zero() -> Self {
+        let zero = L::splat(Real::of(0.0));
+        Self { sum: zero, lost: zero }
+    }
+    /// Knuth's two-sum, for terms of any size.
+    #[inline(always)]
+    fn add(self, term: L) -> Self {
+        let sum = self.sum.add(term);
+        let term_part = sum.sub(self.sum);
+        let sum_part = sum.sub(term_part);
+        let lost = self.sum.sub(sum_part).add(term.sub(term_part));
+        Self { sum, lost: self.lost.add(lost) }
+    }
+    #[inline(always)]
+    fn mul(self, factor: L) -> Self {
+        Self { sum: self.sum.mul(factor), lost: self.lost.mul(factor) }
+    }
+    /// An infinite sum has lost nothing, though the difference of infinities says NaN.
+    #[inline(always)]
+    fn value(self) -> L {
+        L::select(self.lost.is_nan(), self.sum, self.sum.add(self.lost))
+    }
+}
+
+/// For each column, the maximum as in [`column_statistics`], the sum of exp(x - max) and, with
+/// `DOT`, the sum of exp(x - max) * grad.
+///
+/// A chunk of rows is read for its maximum, then (from the first-level cache) for its exponentials.
+/// These are relative to a shift, which is the maximum of the first chunk until a column exceeds
+/// it by [`MARGIN`]; only then are its sums so far scaled down. So a slowly rising column does not
+/// collect a rounding error for each step.
+#[inline(always)]
+fn column_sums<L, T, const DOT: bool>(
+    x: &Run<'_, T>,
+    grad: &Run<'_, T>,
+    rows: Range<usize>,
+    maxima: &mut [T::Real],
+    sums: &mut [T::Real],
+    dots: &mut [T::Real],
+) where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    // Lanes past the end of a row are zeros, for which all of this is harmless.
+    let (zero, one) = (Real::of(0.0), L::splat(Real::of(1.0)));
+    let least = L::splat(T::Real::MINUS_INFINITY);
+    for i in (0..x.len()).step_by(L::N) {
+        let (mut max, mut shift, mut base) = (least, least, L::splat(zero));
+        let (mut sum, mut dot) = (Compensated::<L>::zero(), Compensated::<L>::zero());
+        let mut start = rows.start;
+        while start < rows.end {
+            let end = rows.end.min(start + CHUNK_ROWS);
+            for r in start..end {
+                max = max.max(L::read(x.row(r), i, zero));
+            }
+            let exceeds = shift.add(L::splat(Real::of(MARGIN))).lt(max);
+            if L::any(exceeds) {
+                let factor = L::select(exceeds, shift.sub(max).exp(), one);
+                (sum, dot) = (sum.mul(factor), dot.mul(factor));
+                shift = L::select(exceeds, max, shift);
+                base = L::select(shift.le(least), L::splat(zero), shift);
+            }
+            let (mut chunk_sum, mut chunk_dot) = (L::splat(zero), L::splat(zero));
+            for r in start..end {
+                let e = L::read(x.row(r), i, zero).sub(base).exp();
+                chunk_sum = chunk_sum.add(e);
+                if DOT {
+                    chunk_dot = e.mul_add(L::read(grad.row(r), i, zero), chunk_dot);
+                }
+            }
+            sum = sum.add(chunk_sum);
+            dot = dot.add(chunk_dot);
+            start = end;
+        }
+        // From the shift to the maximum itself.
+        let max = L::select(max.le(least), L::splat(zero), max);
+        let factor = L::select(base.lt(max), base.sub(max).exp(), one);
+        max.set(maxima, i);
+        sum.value().mul(factor).set(sums, i);
+        if DOT {
+            dot.value().mul(factor).set(dots, i);
+        }
+    }
+}
+
+/// For each column, the sum of o * grad, or of grad alone for the logarithm.
+#[inline(always)]
+fn column_totals<L, T, const LOG: bool>(
+    o: &Run<'_, T>,
+    grad: &Run<'_, T>,
+    rows: usize,
+    totals: &mut [T::Real],
+) where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    let zero = Real::of(0.0);
+    for i in (0..grad.len()).step_by(L::N) {
+        let mut total = Compensated::<L>::zero();
+        for start in (0..rows).step_by(CHUNK_ROWS) {
+            let mut sum = L::splat(zero);
+            for r in start..rows.min(start + CHUNK_ROWS) {
+                let grad = L::read(grad.row(r), i, zero);
+                sum =
+                    if LOG { sum.add(grad) } else { L::read(o.row(r), i, zero).mul_add(grad, sum) };
+            }
+            total = total.add(sum);
+        }
+        total.value().set(totals, i);
+    }
+}
+
+/// For each column, 0 if it is nothing but minus infinity, else 1.
+#[inline(always)]
+fn unmasked_columns<L, T>(o: &Run<'_, T>, rows: usize, unmasked: &mut [T::Real])
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    let (zero, one) = (L::splat(Real::of(0.0)), L::splat(Real::of(1.0)));
+    let least = L::splat(T::Real::MINUS_INFINITY);
+    for i in (0..o.len()).step_by(L::N) {
+        let mut max = least;
+        for r in 0..rows {
+            max = max.max_nan(L::read(o.row(r), i, Real::of(0.0)));
+        }
+        L::select(max.le(least), zero, one).set(unmasked, i);
+    }
+}
+
+#[inline(always)]
+fn forward_columns<L, T, const LOG: bool>(mut task: Task<'_, 1>)
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    let zero_masked = task.options.zero_masked_rows;
+    let mut scratch = [task.width; 2].map(Scratch::<T::Real>::new);
+    let [max, scale] = &mut scratch;
+    while let Some(runs) = task.part.next_run::<T>(task.n) {
+        let ([x], [mut o]) = (runs.inputs, runs.outputs);
+        let room = x.len().next_multiple_of(L::N);
+        let (max, scale) = (&mut max[..room], &mut scale[..room]);
+        column_sums::<L, T, false>(&x, &x, 0..runs.rows, max, scale, &mut []);
+        if LOG {
+            for scale in scale.iter_mut() {
+                *scale = logarithm(scale.to_f64(), zero_masked);
+            }
+        } else {
+            invert::<L>(scale, zero_masked);
+        }
+        for r in 0..runs.rows {
+            let (x, o) = (x.row(r), o.row(r));
+            for i in (0..x.len()).step_by(L::N) {
+                let x = L::read(x, i, Real::of(0.0)).sub(L::get(max, i));
+                let scale = L::get(scale, i);
+                let result = if LOG { x.sub(scale) } else { x.exp().mul(scale) };
+                result.write(o, i, task.stream);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn columns_from_output<L, T, const LOG: bool>(mut task: Task<'_, 2>)
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    let zero = Real::of(0.0);
+    let look_for_masked = LOG && task.options.zero_masked_rows;
+    let mut scratch = [task.width; 2].map(Scratch::<T::Real>::new);
+    let [totals, unmasked] = &mut scratch;
+    while let Some(runs) = task.part.next_run::<T>(task.n) {
+        let ([o, grad], [mut dx]) = (runs.inputs, runs.outputs);
+        let room = o.len().next_multiple_of(L::N);
+        let (totals, unmasked) = (&mut totals[..room], &mut unmasked[..room]);
+        column_totals::<L, T, LOG>(&o, &grad, runs.rows, totals);
+        if look_for_masked {
+            unmasked_columns::<L, T>(&o, runs.rows, unmasked);
+        }
+        for r in 0..runs.rows {
+            let (o, grad, dx) = (o.row(r), grad.row(r), dx.row(r));
+            for i in (0..o.len()).step_by(L::N) {
+                let (o, grad): (L, L) = (L::read(o, i, zero), L::read(grad, i, zero));
+                let o = if LOG { o.exp() } else { o };
+                let mut result = pull_back::<L, LOG>(o, grad, L::get(totals, i));
+                if look_for_masked {
+                    result = zero_where_zero(L::get(unmasked, i), result);
+                }
+                result.write(dx, i, task.stream);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn columns_from_input<L, T, const LOG: bool>(mut task: Task<'_, 2>)
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    let (zero, zero_masked) = (Real::of(0.0), task.options.zero_masked_rows);
+    let mut scratch = [task.width; 3].map(Scratch::<T::Real>::new);
+    let [max, scale, totals] = &mut scratch;
+    while let Some(runs) = task.part.next_run::<T>(task.n) {
+        let ([x, grad], [mut dx]) = (runs.inputs, runs.outputs);
+        let room = x.len().next_multiple_of(L::N);
+        let (max, scale, totals) = (&mut max[..room], &mut scale[..room], &mut totals[..room]);
+        if LOG {
+            column_sums::<L, T, false>(&x, &grad, 0..runs.rows, max, scale, totals);
+            column_totals::<L, T, true>(&x, &grad, runs.rows, totals);
+            invert::<L>(scale, zero_masked);
+        } else {
+            column_sums::<L, T, true>(&x, &grad, 0..runs.rows, max, scale, totals);
+            invert::<L>(scale, zero_masked);
+            for i in (0..room).step_by(L::N) {
+                L::get(totals, i).mul(L::get(scale, i)).set(totals, i);
+            }
+        }
+        for r in 0..runs.rows {
+            let (x, grad, dx) = (x.row(r), grad.row(r), dx.row(r));
+            for i in (0..x.len()).step_by(L::N) {
+                let (x, grad): (L, L) = (L::read(x, i, zero), L::read(grad, i, zero));
+                let o = x.sub(L::get(max, i)).exp().mul(L::get(scale, i));
+                let mut result = pull_back::<L, LOG>(o, grad, L::get(totals, i));
+                if zero_masked {
+                    result = zero_where_zero(L::get(scale, i), result);
+                }
+                result.write(dx, i, task.stream);
+            }
+        }
+    }
+}
+
+/// `value`, but 0 where `flag` is.
+#[inline(always)]
+fn zero_where_zero<L: Lanes>(flag: L, value: L) -> L {
+    let zero = L::splat(Real::of(0.0));
+    L::select(flag.le(zero), zero, value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DType, Isa, with_isa};
+    use half::{bf16, f16};
+
+    const INF: f64 = f64::INFINITY;
+
+    /// The lines of a dense tensor along `dim`, as indices.
+    fn lines(shape: &[usize], dim: usize) -> Vec<Vec<usize>> {
+        let inner: usize = shape[dim + 1..].iter().product();
+        let outer: usize = shape[..dim].iter().product();
+        let n = shape[dim];
+        let line = |o: usize, i: usize| (0..n).map(|t| (o * n + t) * inner + i).collect();
+        (0..outer).flat_map(|o| (0..inner).map(move |i| line(o, i))).collect()
+    }
+
+    /// The formula, line by line, in f64.
+    fn plain_forward(softmax: Softmax, x: &[f64], shape: &[usize], dim: usize) -> Vec<f64> {
+        let mut o = vec![f64::NAN; x.len()];
+        for line in lines(shape, dim) {
+            let max = line.iter().fold(-INF, |max, &i| x[i].max(max));
+            let sum: f64 = line.iter().map(|&i| (x[i] - max).exp()).sum();
+            for &i in &line {
+                o[i] = match (max == -INF && softmax.zero_masked_rows, softmax.log) {
+                    (true, false) => 0.0,
+                    (true, true) => -INF,
+                    (false, false) => (x[i] - max).exp() / sum,
+                    (false, true) => x[i] - max - sum.ln(),
+                };
+            }
+        }
+        o
+    }
+
+    /// The formula, and the size of its terms before they cancel.
+    fn plain_backward(
+        log: bool,
+        o: &[f64],
+        grad: &[f64],
+        shape: &[usize],
+        dim: usize,
+    ) -> (Vec<f64>, Vec<f64>) {
+        let (mut dx, mut scale) = (vec![f64::NAN; o.len()], vec![f64::NAN; o.len()]);
+        for line in lines(shape, dim) {
+            let term = |i: usize| if log { grad[i] } else { o[i] * grad[i] };
+            let total: f64 = line.iter().map(|&i| term(i)).sum();
+            let terms: f64 = line.iter().map(|&i| term(i).abs()).sum();
+            for &i in &line {
+                let p = if log { o[i].exp() } else { o[i] };
+                dx[i] = if log { grad[i] - p * total } else { p * (grad[i] - total) };
+                scale[i] = if log { 1.0 } else { p } * grad[i].abs() + p * terms;
+            }
+        }
+        (dx, scale)
+    }
+
+    /// Numbers that look random, within -scale..scale.
+    fn numbers<T: Element>(len: usize, seed: u64, scale: f64) -> Vec<T> {
+        let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+        let next = |_| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_041);
+            T::from_f64(((state >> 33) as f64 / (1u64 << 30) as f64 - 1.0) * scale)
+        };
+        (0..len).map(next).collect()
+    }
+
+    fn wide<T: Element>(x: &[T]) -> Vec<f64> {
+        x.iter().map(|x| x.to_f64()).collect()
+    }
+
+    /// The largest error beyond the rounding to `T`, in units of the arithmetic type's epsilon at
+    /// each element's scale.
+    fn error<T: Element>(got: &[T], want: &[f64], scale: impl Fn(usize) -> f64) -> f64 {
+        let (digits, least) = match T::DTYPE {
+            DType::F32 => (23, -126),
+            DType::F16 => (10, -14),
+            DType::BF16 => (7, -126),
+            DType::F64 => (52, -1022),
+        };
+        let epsilon = if T::DTYPE == DType::F64 { f64::EPSILON } else { f64::from(f32::EPSILON) };
+        assert_eq!(got.len(), want.len());
+        let errors = got.iter().zip(want).enumerate().map(|(i, (got, &want))| {
+            let got = got.to_f64();
+            if got == want || got.is_nan() && want.is_nan() {
+                return 0.0;
+            }
+            let exponent = want.abs().log2().floor().max(f64::from(least));
+            let rounding = 0.5 * 2f64.powf(exponent - f64::from(digits));
+            let error = ((got - want).abs() - rounding).max(0.0) / (epsilon * scale(i));
+            if error.is_nan() { INF } else { error }
+        });
+        errors.fold(0.0, f64::max)
+    }
+
+    fn for_each_isa(test: impl Fn() -> Result<()>) -> Result<()> {
+        Isa::available().try_for_each(|isa| with_isa(isa, &test)?)
+    }
+
+    #[test]
+    fn known_answers() -> Result<()> {
+        for_each_isa(|| {
+            let x = [0.0, 1.0, 2.0, 5.0, 5.0, 5.0];
+            let x = View::new(&x, &[2, 3])?;
+            let third = 1.0 / 3.0;
+            let want = [0.09003057317038046, 0.24472847105479767, 0.6652409557748219];
+            let o = Softmax::over(-1).forward(x)?;
+            let want = [&want[..], &[third; 3]].concat();
+            assert!(error(o.as_slice::<f64>()?, &want, |i| want[i].abs()) < 2.0);
+            let o = Softmax::over(0).forward(x)?;
+            let (a, b) = (1.0 / (1.0 + 5f64.exp()), 1.0 / (1.0 + 3f64.exp()));
+            let m = 1.0 / (1.0 + 4f64.exp());
+            let want = [a, m, b, 1.0 - a, 1.0 - m, 1.0 - b];
+            assert!(error(o.as_slice::<f64>()?, &want, |i| want[i]) < 8.0);
+            let o = Softmax::log_over(1).forward(x)?;
+            let want = [-2.4076059644443806, -1.4076059644443804, -0.4076059644443804];
+            let want = [&want[..], &[-3f64.ln(); 3]].concat();
+            assert!(error(o.as_slice::<f64>()?, &want, |i| want[i].abs()) < 2.0);
+            Ok(())
+        })
+    }
+
+    #[test]
+    fn arguments_are_checked() -> Result<()> {
+        let (x, mut o) = ([1.0f32; 6], [1.0f32; 6]);
+        let view = View::new(&x, &[2, 3])?;
+        for dim in [2, -3] {
+            let error = Softmax::over(dim).forward(view).unwrap_err();
+            assert_eq!((error.operator(), error.argument()), ("softmax", "dim"));
+            let (got, range) = (format!("is {dim}"), "-2 to 1 (x has 2 dimensions)");
+            assert_eq!((error.got(), error.expected()), (&got[..], range));
+        }
+        let error = Softmax::over(0).forward(View::new(&x[..1], &[])?).unwrap_err();
+        assert_eq!(error.argument(), "x");
+        let error =
+            Softmax::over(0).forward_into(view, ViewMut::new(&mut o, &[3, 2])?).unwrap_err();
+        assert_eq!(error.argument(), "o");
+        let halves = [f16::ONE; 6];
+        let error = Softmax::over(0).backward(view, View::new(&halves, &[2, 3])?).unwrap_err();
+        assert_eq!(error.argument(), "grad");
+        // Nothing to do.
+        for shape in [[0, 3], [3, 0], [0, 0]] {
+            let x = View::new(&x[..0], &shape)?;
+            for dim in [0, 1] {
+                assert!(Softmax::over(dim).forward(x)?.is_empty());
+                assert!(Softmax::log_over(dim).backward(x, x)?.is_empty());
+                assert!(Softmax::over(dim).backward_from_input(x, x)?.is_empty());
+            }
+        }
+        Ok(())
+    }
+
+    /// Forward and both backward forms of one shape, over every dimension, against the formula.
+    fn check<T: Element>(shape: &[usize], size: f64) -> Result<()> {
+        let len = shape.iter().product();
+        let (x, grad) = (numbers::<T>(len, 1, size), numbers::<T>(len, 2, 2.0));
+        let (wide_x, wide_grad) = (wide(&x), wide(&grad));
+        let (x, grad) = (View::new(&x, shape)?, View::new(&grad, shape)?);
+        for (dim, log) in (0..shape.len()).flat_map(|d| [(d, false), (d, true)]) {
+            let softmax = Softmax { dim: dim as isize, log, zero_masked_rows: false };
+            let bound = |name, error: f64, bound| {
+                assert!(error <= bound, "{name} {} {shape:?} {softmax:?} {error}", T::DTYPE);
+            };
+            let want = plain_forward(softmax, &wide_x, shape, dim);
+            let mut o = vec![T::from_f64(f64::NAN); len];
+            softmax.forward_into(x, ViewMut::new(&mut o, shape)?)?;
+            // The rounding of x - max, up to 2 * size, is relative in the exponential.
+            let scale = |i: usize| if log { 2.0 * size + want[i].abs() } else { want[i] * size };
+            bound("forward", error(&o, &want, scale), 3.0);
+
+            let mut dx = vec![T::from_f64(f64::NAN); len];
+            let o_view = View::new(&o, shape)?;
+            softmax.backward_into(o_view, grad, ViewMut::new(&mut dx, shape)?)?;
+            let (from_o, scale) = plain_backward(log, &wide(&o), &wide_grad, shape, dim);
+            bound("from output", error(&dx, &from_o, |i| scale[i]), 3.0);
+
+            dx.fill(T::from_f64(f64::NAN));
+            softmax.backward_from_input_into(x, grad, ViewMut::new(&mut dx, shape)?)?;
+            let (from_x, scale) = plain_backward(log, &want, &wide_grad, shape, dim);
+            bound("from input", error(&dx, &from_x, |i| scale[i] * size), 3.0);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn the_formula_for_all_sizes_dtypes_and_dimensions() -> Result<()> {
+        for_each_isa(|| {
+            for n in [1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 127, 200] {
+                for shape in [&[n][..], &[3, n], &[n, 5], &[2, n, 33], &[2, 3, n, 2]] {
+                    check::<f32>(shape, 4.0)?;
+                    check::<bf16>(shape, 4.0)?;
+                    check::<f16>(shape, 4.0)?;
+                    check::<f64>(shape, 4.0)?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    #[test]
+    fn long_rows_and_columns_stay_exact() -> Result<()> {
+        for_each_isa(|| {
+            check::<f32>(&[2, 40_001], 1.0)?;
+            check::<f32>(&[40_001, 2], 1.0)?;
+            check::<bf16>(&[1, 20_000, 3], 8.0)?;
+            // Columns that rise or fall slowly: the first replaces its maximum again and again.
+            let x: Vec<f32> = (0..5000).flat_map(|i| [(i / 32) as f32, (-i / 32) as f32]).collect();
+            let x: Vec<f32> = x.iter().map(|x| x / 4.0).collect();
+            let want = plain_forward(Softmax::over(0), &wide(&x), &[5000, 2], 0);
+            let o = Softmax::over(0).forward(View::new(&x, &[5000, 2])?)?;
+            let error = error(o.as_slice::<f32>()?, &want, |i| want[i]);
+            assert!(error < 4.0, "{error}");
+            Ok(())
+        })
+    }
+
+    #[test]
+    fn rows_sum_to_one_even_when_huge() -> Result<()> {
+        for_each_isa(|| {
+            let x: Vec<f32> = numbers(64 * 96, 5, 1e4);
+            for (dim, log) in [(0, false), (1, false), (0, true), (1, true)] {
+                let softmax = Softmax { dim, log, zero_masked_rows: false };
+                let o = softmax.forward(View::new(&x, &[64, 96])?)?.to_vec::<f32>()?;
+                for line in lines(&[64, 96], dim as usize) {
+                    let p = |i: usize| f64::from(o[i]);
+                    let sum: f64 = line.iter().map(|&i| if log { p(i).exp() } else { p(i) }).sum();
+                    assert!((sum - 1.0).abs() < 1e-5, "{sum}");
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Lines, and what their softmax is: `None` for NaN.
+    #[test]
+    fn nan_infinities_and_masks() -> Result<()> {
+        const NAN: f64 = f64::NAN;
+        for_each_isa(|| {
+            for n in [3, 8, 21, 70, 20_000] {
+                let line = |kind: usize, t: usize| match (kind, t) {
+                    (0, 0) | (1, 2) => NAN,
+                    (2, 1) => INF,
+                    (3, _) => -INF,
+                    (4, 0) => NAN,
+                    (4, _) => -INF,
+                    (5, 1) => 1.0,
+                    (5, _) => -INF,
+                    (6, t) if t + 1 == n => NAN,
+                    (7, t) if t + 1 == n => 0.0,
+                    (7, _) => -INF,
+                    (_, t) => (t % 3) as f64,
+                };
+                for (by_columns, dtype) in
+                    [(false, DType::F32), (true, DType::F32), (true, DType::BF16)]
+                {
+                    let shape = if by_columns { [n, 9] } else { [9, n] };
+                    let dim = isize::from(!by_columns);
+                    let at = |i: usize| if by_columns { (i % 9, i / 9) } else { (i / n, i % n) };
+                    let x: Vec<f64> = (0..9 * n).map(|i| line(at(i).0, at(i).1)).collect();
+                    crate::dtype::with_element!(dtype, T => {
+                        let x: Vec<T> = x.iter().map(|&x| T::from_f64(x)).collect();
+                        let grad: Vec<T> = numbers(x.len(), 3, 1.0);
+                        let (x, grad) = (View::new(&x, &shape)?, View::new(&grad, &shape)?);
+                        for (log, zero_masked_rows) in
+                            [(false, false), (false, true), (true, false), (true, true)]
+                        {
+                            let softmax = Softmax { dim, log, zero_masked_rows };
+                            let o = softmax.forward(x)?;
+                            let from_o = softmax.backward(o.view(), grad)?.view().to_f64_vec();
+                            let from_x = softmax.backward_from_input(x, grad)?.view().to_f64_vec();
+                            let (o, grad) = (o.view().to_f64_vec(), grad.to_f64_vec());
+                            for i in 0..9 * n {
+                                let all = [o[i], from_o[i], from_x[i]];
+                                let what = format!("{softmax:?} {dtype} {n} {:?} {all:?}", at(i));
+                                match at(i).0 {
+                                    3 if zero_masked_rows => {
+                                        let masked = if log { -INF } else { 0.0 };
+                                        assert_eq!(all, [masked, 0.0, 0.0], "{what}");
+                                    }
+                                    0 | 1 | 2 | 3 | 4 | 6 => {
+                                        assert!(all.iter().all(|v| v.is_nan()), "{what}");
+                                    }
+                                    kind @ (5 | 7) => {
+                                        let one = at(i).1 == if kind == 5 { 1 } else { n - 1 };
+                                        let p = f64::from(u8::from(one));
+                                        assert_eq!(o[i], if log { p.ln() } else { p }, "{what}");
+                                        if log && !one {
+                                            assert_eq!(all[1..], [grad[i]; 2], "{what}");
+                                        } else if !log {
+                                            assert_eq!(all[1..], [0.0; 2], "{what}");
+                                        }
+                                    }
+                                    _ => assert!(all.iter().all(|v| v.is_finite()), "{what}"),
+                                }
+                            }
+                        }
+                    });
+                }
+            }
+            Ok(())
+        })
+    }
+
+    #[test]
+    fn infinite_gradients_follow_ieee() -> Result<()> {
+        // The sum is infinite: -inf for the finite ones, inf - inf for the other.
+        let (o, grad) = ([0.5f32; 6], [1.0f32, 1.0, 1.0, f32::INFINITY, 1.0, 1.0]);
+        let by_columns = (View::new(&o, &[2, 3])?, View::new(&grad, &[2, 3])?);
+        let dx = Softmax::over(0).backward(by_columns.0, by_columns.1)?.to_vec::<f32>()?;
+        assert!(dx[0] == f32::NEG_INFINITY && dx[3].is_nan() && dx[1] == 0.0);
+        let dx =
+            Softmax::over(0).backward(View::new(&o[..2], &[2])?, View::new(&grad[2..4], &[2])?)?;
+        let dx = dx.as_slice::<f32>()?;
+        assert!(dx[0] == f32::NEG_INFINITY && dx[1].is_nan());
+        Ok(())
+    }
+
+    #[test]
+    fn views_of_all_kinds() -> Result<()> {
+        for_each_isa(|| {
+            let shape = [3, 20, 5, 24];
+            let len: usize = shape.iter().product();
+            let x: Vec<f32> = numbers(len, 8, 3.0);
+            let dense = View::new(&x, &shape)?;
+            for dim in 0..4 {
+                let want = Softmax::over(dim).forward(dense)?.to_vec::<f32>()?;
+                // Any order of dimensions gives the same bits, whichever is contiguous.
+                for order in [[0, 2, 1, 3], [2, 1, 3, 0], [3, 2, 1, 0], [0, 1, 3, 2]] {
+                    let place = order.iter().position(|&d| d == dim as usize).unwrap();
+                    let mut o = vec![f32::NAN; len];
+                    Softmax::over(place as isize).forward_into(
+                        dense.permute(&order)?,
+                        ViewMut::new(&mut o, &shape)?.permute(&order)?,
+                    )?;
+                    assert_eq!(o, want, "{dim} {order:?}");
+                }
+                // Parts of larger tensors, in and out.
+                let mut o = vec![f32::NAN; len];
+                let (outer, start, part) = (if dim == 0 { 2 } else { 0 }, 1, 2);
+                Softmax::over(dim).forward_into(
+                    dense.narrow(outer, start, part)?,
+                    ViewMut::new(&mut o, &shape)?.narrow(outer, start, part)?,
+                )?;
+                let stride = dense.strides()[outer] as usize;
+                for (i, (got, want)) in o.iter().zip(&want).enumerate() {
+                    let inside = (start..start + part).contains(&(i / stride % shape[outer]));
+                    assert!(if inside { got == want } else { got.is_nan() });
+                }
+                // A gradient that is the same for all of the first dimension.
+                let one = View::new(&x[..len / 3], &shape[1..])?.broadcast(&shape)?;
+                let dense_one = x[..len / 3].repeat(3);
+                let softmax = Softmax::over(dim);
+                assert_eq!(
+                    softmax.backward_from_input(dense, one)?.to_vec::<f32>()?,
+                    softmax
+                        .backward_from_input(dense, View::new(&dense_one, &shape)?)?
+                        .to_vec::<f32>()?
+                );
+            }
+            Ok(())
+        })
+    }
+
+    #[test]
+    fn the_same_bits_for_any_threads_and_batch() -> Result<()> {
+        let shape = [6, 300, 3, 200]; // 2 MiB of bf16
+        let len: usize = shape.iter().product();
+        let (x, grad) = (numbers::<bf16>(len, 1, 4.0), numbers::<bf16>(len, 2, 1.0));
+        let (x, grad) = (View::new(&x, &shape)?, View::new(&grad, &shape)?);
+        for (dim, log) in [(1, false), (1, true), (3, false), (3, true)] {
+            let softmax = Softmax { dim, log, zero_masked_rows: true };
+            let all = |x: View<'_>, grad: View<'_>| -> Result<Vec<Vec<bf16>>> {
+                let o = softmax.forward(x)?;
+                let from_o = softmax.backward(o.view(), grad)?.to_vec()?;
+                let from_x = softmax.backward_from_input(x, grad)?.to_vec()?;
+                Ok(vec![o.to_vec()?, from_o, from_x])
+            };
+            let pool = |n| rayon::ThreadPoolBuilder::new().num_threads(n).build().unwrap();
+            let want = pool(1).install(|| all(x, grad))?;
+            for threads in [2, 3, 7] {
+                assert!(pool(threads).install(|| all(x, grad))? == want);
+            }
+            // One entry of the batch, and one head of it, by themselves.
+            let got = all(x.narrow(0, 4, 1)?, grad.narrow(0, 4, 1)?)?;
+            let size = len / 6;
+            assert!(got.iter().zip(&want).all(|(got, want)| *got == want[4 * size..5 * size]));
+            let head = |v: View<'_>| -> Result<Vec<f64>> { Ok(v.narrow(2, 1, 1)?.to_f64_vec()) };
+            let got = all(x.narrow(2, 1, 1)?, grad.narrow(2, 1, 1)?)?;
+            for (got, want) in got.iter().zip(&want) {
+                assert!(wide(got) == head(View::new(want, &shape)?)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// The helpers that other operators use.
+    struct Helpers<'r>(Part<'r, 1, 1>);
+
+    impl Kernel for Helpers<'_> {
+        #[inline(always)]
+        fn run<L, T>(mut self)
+        where
+            T: Element,
+            L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+        {
+            // Rows 0..5 by columns, the others each by itself.
+            let Some(runs) = self.0.next_run::<T>(usize::MAX) else { return };
+            let ([x], [mut o]) = (runs.inputs, runs.outputs);
+            let mut scratch = [x.len(); 2].map(Scratch::<T::Real>::new);
+            let [max, inverse] = &mut scratch;
+            column_statistics::<L, T>(&x, 0..5, false, max, inverse);
+            for r in 0..runs.rows {
+                let scale = exp_row::<L, T>(x.row(r), if r < 5 { continue } else { max });
+                for i in (0..x.len()).step_by(L::N) {
+                    L::get(max, i).mul(L::splat(scale)).write(o.row(r), i, false);
+                }
+            }
+            column_statistics::<L, T>(&x, 0..5, false, max, inverse);
+            for (r, i) in (0..5).flat_map(|r| (0..x.len()).step_by(L::N).map(move |i| (r, i))) {
+                let e = L::read(x.row(r), i, Real::of(0.0)).sub(L::get(max, i)).exp();
+                e.mul(L::get(inverse, i)).write(o.row(r), i, false);
+            }
+        }
+    }
+
+    #[test]
+    fn helpers_agree_with_the_operator() -> Result<()> {
+        let x: Vec<bf16> = numbers(9 * 37, 4, 5.0);
+        let mut o = vec![bf16::NAN; x.len()];
+        let view = View::new(&x, &[9, 37])?;
+        let output = ViewMut::new(&mut o, &[9, 37])?;
+        let operands = Operands::plain(("x", view), [("x", Some(view))], [("o", Some(output))]);
+        let rows = Rows::new("test", operands)?;
+        rows.for_each_part(9, |part| simd::run(isa(), DType::BF16, Helpers(part)));
+        let by_columns = Softmax::over(0).forward(view.narrow(0, 0, 5)?)?;
+        let by_rows = Softmax::over(1).forward(view.narrow(0, 5, 4)?)?;
+        assert_eq!(o[..5 * 37], *by_columns.as_slice::<bf16>()?);
+        assert_eq!(o[5 * 37..], *by_rows.as_slice::<bf16>()?);
+        Ok(())
+    }
 }

@@ -12,17 +12,18 @@
 //! ```
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::str::FromStr;
 
 use crate::dtype::{Element, Real, with_real};
 use crate::error::{Error, Result};
-use crate::ops::act::Act;
+use crate::ops::act::{self, Act};
 use crate::ops::angles::{AnglePlan, Angles, Placement, TokenAngles, padded};
 use crate::ops::softmax;
 use crate::rows::{Operands, Part, Row, Rows, contiguous_rows};
 use crate::scratch::Scratch;
-use crate::simd::{Arithmetic, KernelIn, Lanes, Math, Memory};
+use crate::simd::{Arithmetic, KernelIn, Lanes, Math, Memory, Task};
 use crate::view::{View, ViewMut};
 use crate::{Isa, isa};
 
@@ -98,15 +99,9 @@ pub(crate) trait Encoding: Copy + Sync {
     where
         L: Lanes + Memory<<L as Lanes>::Real>;
 
-    /// `o = encode(act(x))`.
-    fn forward<L, S, T>(
-        &self,
-        act: Act,
-        x: &[S],
-        table: (&[L::Real], &[L::Real]),
-        o: &mut [T],
-        stream: bool,
-    ) where
+    /// `o = encode(x)`.
+    fn forward<L, S, T>(&self, x: &[S], table: (&[L::Real], &[L::Real]), o: &mut [T], stream: bool)
+    where
         S: Element<Real = L::Real>,
         T: Element<Real = L::Real>,
         L: Math + Memory<S> + Memory<T>;
@@ -230,7 +225,7 @@ pub(crate) fn forward<E: Encoding>(
                 output_len: [Some(width)],
                 ..Operands::plain(("x", x), [("x", Some(x))], [("o", Some(o))])
             })?;
-            let columns = plan.column_statistics(isa, &x)?;
+            let columns = plan.column_statistics(E::OPERATOR, isa, &x)?;
             let stream = rows.stream();
             rows.for_each_part(plan.group(), |part| {
                 let walk = Walk { plan: &plan, encoding, first: tokens.start };
@@ -308,7 +303,7 @@ pub(crate) fn backward<E: Encoding>(
             let like_part = View::dense_shape(like.1.dtype(), &[len, b, h, d])?;
             let walk = Walk { plan: &plan, encoding, first: cut };
             let columns = match &x {
-                Some(x) => plan.column_statistics(isa, x)?,
+                Some(x) => plan.column_statistics(operator, isa, x)?,
                 None => Scratch::new(0),
             };
             let mut dots = Scratch::<R>::zeros(0);
@@ -373,7 +368,7 @@ struct Plan<'a, R: Real> {
 /// stream, little enough that the angles stay in the first-level cache.
 const TILE_BYTES: usize = 4096;
 
-impl<'a, R: Real> Plan<'a, R> {
+impl<'a, R: Arithmetic> Plan<'a, R> {
     fn new(
         operator: &'static str,
         call: &Call<'a>,
@@ -421,20 +416,24 @@ impl<'a, R: Real> Plan<'a, R> {
         (if few { 1 } else { self.batch } * self.heads).max(1)
     }
 
-    /// Where the statistics of a column of x start: maxima, then reciprocal sums, in index order.
-    #[inline(always)]
-    fn column(&self, batch: usize, head: usize) -> usize {
-        (batch * self.heads + head) * 2 * self.features
-    }
-
     /// For a softmax over the sequence: the maximum of each column of x (tokens, batch, heads,
     /// features) and the reciprocal of its sum of exponentials.
-    fn column_statistics(&self, isa: Isa, x: &View<'_>) -> Result<Scratch<R>> {
+    fn column_statistics(
+        &self,
+        operator: &'static str,
+        isa: Isa,
+        x: &View<'_>,
+    ) -> Result<Scratch<R>> {
         if self.act != FusedAct::SoftmaxSequence {
             return Ok(Scratch::new(0));
         }
-        let mut statistics = Scratch::<R>::zeros(self.batch * self.heads * 2 * self.features);
-        softmax::column_statistics(isa, x.permute(&[1, 2, 0, 3])?, &mut statistics)?;
+        let (n, columns) = (x.shape()[0], 2 * self.features);
+        let mut statistics = Scratch::<R>::zeros(self.batch * self.heads * columns);
+        let x = x.permute(&[1, 2, 0, 3])?;
+        let rows = Rows::new(operator, Operands::plain(("x", x), [("x", Some(x))], []))?;
+        rows.for_each_group(n, &mut statistics, columns, |part, statistics| {
+            R::run(isa, rows.dtype(), ColumnStatistics { part, statistics });
+        });
         Ok(statistics)
     }
 }
@@ -475,25 +474,11 @@ impl<E: Encoding, R: Real> Walk<'_, '_, E, R> {
 
     /// Makes the angles of a token for the heads of a tile, at place `slot` of the tables.
     #[inline(always)]
-    fn fill<L>(
-        &self,
-        tables: &mut Tables<R>,
-        slot: usize,
-        [batch, token]: [usize; 2],
-        heads: Range<usize>,
-    ) where
+    fn fill<L>(&self, tables: &mut Tables<R>, slot: usize, at: [usize; 2], heads: Range<usize>)
+    where
         L: Math + Lanes<Real = R> + Memory<R>,
     {
-        let split = &self.plan.angles.split;
-        let heads = if split.theta_heads == 1 { 0..1 } else { heads };
-        let len = self.plan.table;
-        let angles = &mut tables.angles;
-        angles.fill::<L>(&self.plan.angles, [batch, self.first + token], heads.clone());
-        for head in 0..heads.len() {
-            let at = (slot * heads.len() + head) * len;
-            let table = (&mut tables.cos[at..at + len], &mut tables.sin[at..at + len]);
-            self.encoding.lay_out::<L>(angles.head(split, head), table);
-        }
+        L::enter(Fill { walk: *self, tables, slot, at, heads, lanes: PhantomData::<L> });
     }
 
     /// The laid-out cosines and sines of a head (by its place in the tile) of a slot.
@@ -510,6 +495,37 @@ impl<E: Encoding, R: Real> Walk<'_, '_, E, R> {
         let len = self.plan.table;
         let at = place * len..(place + 1) * len;
         (&tables.cos[at.clone()], &tables.sin[at])
+    }
+}
+
+struct Fill<'k, 'a, 't, E, R: Real, L> {
+    walk: Walk<'k, 'a, E, R>,
+    tables: &'t mut Tables<R>,
+    slot: usize,
+    at: [usize; 2],
+    heads: Range<usize>,
+    lanes: PhantomData<L>,
+}
+
+impl<E, R, L> Task for Fill<'_, '_, '_, E, R, L>
+where
+    E: Encoding,
+    R: Real,
+    L: Math + Lanes<Real = R> + Memory<R>,
+{
+    type Output = ();
+    #[inline(always)]
+    fn run(self) {
+        let Self { walk, tables, slot, at: [batch, token], heads, .. } = self;
+        let (split, len) = (&walk.plan.angles.split, walk.plan.table);
+        let heads = if split.theta_heads == 1 { 0..1 } else { heads };
+        let angles = &mut tables.angles;
+        angles.fill::<L>(&walk.plan.angles, [batch, walk.first + token], heads.clone());
+        for head in 0..heads.len() {
+            let at = (slot * heads.len() + head) * len;
+            let table = (&mut tables.cos[at..at + len], &mut tables.sin[at..at + len]);
+            walk.encoding.lay_out::<L>(angles.head(split, head), table);
+        }
     }
 }
 
@@ -592,29 +608,119 @@ impl<E: Encoding, R: Real> Walk<'_, '_, E, R> {
     }
 }
 
-/// x' of a row, in index order, for activations that are not elementwise.
+/// x' of a row, in index order. `e` is scratch of as many whole blocks.
 #[inline(always)]
-fn activate<L, T>(act: FusedAct, x: &[T], columns: (&[T::Real], &[T::Real]), y: &mut [T::Real])
+fn activate<L, T>(
+    act: FusedAct,
+    x: &[T],
+    (max, inverse): (&[T::Real], &[T::Real]),
+    y: &mut [T::Real],
+    e: &mut [T::Real],
+) where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+{
+    match act {
+        FusedAct::Elementwise(act) => act::values::<L, T>(act, x, y),
+        FusedAct::SoftmaxFeatures => L::enter(RowSoftmax { x, y, e, lanes: PhantomData::<L> }),
+        FusedAct::SoftmaxSequence => {
+            L::enter(ColumnSoftmax { x, max, inverse, y, lanes: PhantomData::<L> });
+        }
+    }
+}
+
+/// The softmax of a row.
+struct RowSoftmax<'a, L, T: Element> {
+    x: &'a [T],
+    y: &'a mut [T::Real],
+    e: &'a mut [T::Real],
+    lanes: PhantomData<L>,
+}
+
+impl<L, T> Task for RowSoftmax<'_, L, T>
 where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
 {
-    let zero = Real::of(0.0);
-    match act {
-        FusedAct::Elementwise(act) => {
-            for i in (0..x.len()).step_by(L::N) {
-                let x: L = L::read(x, i, zero);
-                act.value(x).write(y, i, false);
-            }
+    type Output = ();
+    #[inline(always)]
+    fn run(self) {
+        let inverse = L::splat(softmax::exp_row::<L, T>(self.x, self.e));
+        for i in (0..self.x.len()).step_by(L::N) {
+            L::get(self.e, i).mul(inverse).write(self.y, i, false);
         }
-        FusedAct::SoftmaxFeatures => softmax::row::<L, T>(x, y),
-        FusedAct::SoftmaxSequence => {
-            for i in (0..x.len()).step_by(L::N) {
-                let x: L = L::read(x, i, zero);
-                let (max, inverse): (L, L) =
-                    (L::read(columns.0, i, zero), L::read(columns.1, i, zero));
-                x.sub(max).exp().mul(inverse).write(y, i, false);
-            }
+    }
+}
+
+/// A row of a softmax over the sequence, from its columns' maxima and reciprocal sums.
+struct ColumnSoftmax<'a, L, T: Element> {
+    x: &'a [T],
+    max: &'a [T::Real],
+    inverse: &'a [T::Real],
+    y: &'a mut [T::Real],
+    lanes: PhantomData<L>,
+}
+
+impl<L, T> Task for ColumnSoftmax<'_, L, T>
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+{
+    type Output = ();
+    #[inline(always)]
+    fn run(self) {
+        let zero = Real::of(0.0);
+        for i in (0..self.x.len()).step_by(L::N) {
+            let x: L = L::read(self.x, i, zero);
+            let e = x.sub(L::read(self.max, i, zero)).exp();
+            e.mul(L::read(self.inverse, i, zero)).write(self.y, i, false);
+        }
+    }
+}
+
+/// The sum of products of two rows in index order: lanes within a chunk, f64 across chunks.
+#[inline(always)]
+fn dot<L>(a: &[L::Real], b: &[L::Real]) -> L::Real
+where
+    L: Lanes + Memory<<L as Lanes>::Real>,
+{
+    const CHUNK: usize = 1024;
+    let (zero, mut total) = (Real::of(0.0), 0.0);
+    for (a, b) in a.chunks(CHUNK).zip(b.chunks(CHUNK)) {
+        let mut sum = L::splat(zero);
+        for i in (0..a.len()).step_by(L::N) {
+            sum = L::read(a, i, zero).mul_add(L::read(b, i, zero), sum);
+        }
+        total += sum.reduce_add().to_f64();
+    }
+    Real::of(total)
+}
+
+/// Maxima and reciprocal sums of all columns of a batch entry and head, in index order.
+struct ColumnStatistics<'k, 'r, R> {
+    part: Part<'r, 1, 0>,
+    statistics: &'k mut [R],
+}
+
+impl<R: Real> KernelIn<R> for ColumnStatistics<'_, '_, R> {
+    #[inline(always)]
+    fn run_in<L, T>(mut self)
+    where
+        T: Element<Real = R>,
+        L: Math + Lanes<Real = R> + Memory<T> + Memory<R>,
+    {
+        let n = self.part.range().len();
+        let Some(run) = self.part.next_run::<T>(n) else { return };
+        let [x] = &run.inputs;
+        let d = x.len();
+        let (mut max, mut inverse) = (Scratch::<R>::new(d), Scratch::<R>::new(d));
+        let blocks = d.next_multiple_of(L::N);
+        let (max, inverse) = (&mut max[..blocks], &mut inverse[..blocks]);
+        softmax::column_statistics::<L, T>(x, 0..run.rows, false, max, inverse);
+        let (to_max, to_inverse) = self.statistics[..2 * d].split_at_mut(d);
+        for i in (0..d).step_by(L::N) {
+            L::get(max, i).write(to_max, i, false);
+            L::get(inverse, i).write(to_inverse, i, false);
         }
     }
 }
@@ -631,6 +737,7 @@ struct ForwardRows<'k, 'a, E, R: Real> {
     act: FusedAct,
     columns: &'k [R],
     y: Scratch<R>,
+    e: Scratch<R>,
     stream: bool,
 }
 
@@ -643,23 +750,32 @@ impl<E: Encoding, R: Real> KernelIn<R> for Forward<'_, '_, '_, E, R> {
     {
         let Self { walk, columns, stream, .. } = self;
         let (act, y) = (walk.plan.act, Scratch::new(walk.plan.features));
-        // The activations that models use most, each with a loop of its own.
-        match act {
-            FusedAct::Elementwise(Act::None) => {
-                let act = FusedAct::Elementwise(Act::None);
-                let mut rows = ForwardRows { walk, act, columns, y, stream };
-                walk.visit::<L, T, _, 1, 1>(&mut self.part, &mut rows);
-            }
-            FusedAct::Elementwise(Act::Silu) => {
-                let act = FusedAct::Elementwise(Act::Silu);
-                let mut rows = ForwardRows { walk, act, columns, y, stream };
-                walk.visit::<L, T, _, 1, 1>(&mut self.part, &mut rows);
-            }
-            _ => {
-                let mut rows = ForwardRows { walk, act, columns, y, stream };
-                walk.visit::<L, T, _, 1, 1>(&mut self.part, &mut rows);
-            }
+        if act == FusedAct::Elementwise(Act::None) {
+            let mut rows = PlainRows { walk, stream };
+            walk.visit::<L, T, _, 1, 1>(&mut self.part, &mut rows);
+        } else {
+            let e = Scratch::new(walk.plan.features);
+            let mut rows = ForwardRows { walk, act, columns, y, e, stream };
+            walk.visit::<L, T, _, 1, 1>(&mut self.part, &mut rows);
         }
+    }
+}
+
+/// Without an activation.
+struct PlainRows<'k, 'a, E, R: Real> {
+    walk: Walk<'k, 'a, E, R>,
+    stream: bool,
+}
+
+impl<E: Encoding, R: Real> Visitor<R, 1, 1> for PlainRows<'_, '_, E, R> {
+    #[inline(always)]
+    fn row<L, T>(&mut self, _place: Place, row: Row<'_, T, 1, 1>, table: (&[R], &[R]))
+    where
+        T: Element<Real = R>,
+        L: Math + Lanes<Real = R> + Memory<T> + Memory<R>,
+    {
+        let ([x], [o]) = (row.inputs, row.outputs);
+        self.walk.encoding.forward::<L, T, T>(x, table, o, self.stream);
     }
 }
 
@@ -671,17 +787,10 @@ impl<E: Encoding, R: Real> Visitor<R, 1, 1> for ForwardRows<'_, '_, E, R> {
         L: Math + Lanes<Real = R> + Memory<T> + Memory<R>,
     {
         let ([x], [o]) = (row.inputs, row.outputs);
-        match self.act {
-            FusedAct::Elementwise(act) => {
-                self.walk.encoding.forward::<L, T, T>(act, x, table, o, self.stream);
-            }
-            _ => {
-                let columns = self.walk.columns(self.columns, place);
-                let y = &mut self.y[..x.len()];
-                activate::<L, T>(self.act, x, columns, y);
-                self.walk.encoding.forward::<L, R, T>(Act::None, y, table, o, self.stream);
-            }
-        }
+        let columns = self.walk.columns(self.columns, place);
+        let y = &mut self.y[..x.len()];
+        activate::<L, T>(self.act, x, columns, y, &mut self.e);
+        self.walk.encoding.forward::<L, R, T>(y, table, o, self.stream);
     }
 }
 
@@ -692,7 +801,8 @@ impl<E, R: Real> Walk<'_, '_, E, R> {
         if self.plan.act != FusedAct::SoftmaxSequence {
             return (&[], &[]);
         }
-        let (at, len) = (self.plan.column(place.batch, place.head), self.plan.features);
+        let len = self.plan.features;
+        let at = (place.batch * self.plan.heads + place.head) * 2 * len;
         (&all[at..at + len], &all[at + len..at + 2 * len])
     }
 }
@@ -711,6 +821,7 @@ struct DotRows<'k, 'a, E, R: Real> {
     sums: &'k mut [R],
     y: Scratch<R>,
     g: Scratch<R>,
+    e: Scratch<R>,
 }
 
 impl<E: Encoding, R: Real> KernelIn<R> for Dots<'_, '_, '_, E, R> {
@@ -721,8 +832,9 @@ impl<E: Encoding, R: Real> KernelIn<R> for Dots<'_, '_, '_, E, R> {
         L: Math + Lanes<Real = R> + Memory<T> + Memory<R>,
     {
         let Self { walk, columns, sums, .. } = self;
-        let [y, g] = [Scratch::new(walk.plan.features), Scratch::new(walk.plan.features)];
-        let mut rows = DotRows { walk, columns, sums, y, g };
+        let d = walk.plan.features;
+        let [y, g, e] = [Scratch::new(d), Scratch::new(d), Scratch::new(d)];
+        let mut rows = DotRows { walk, columns, sums, y, g, e };
         walk.visit::<L, T, _, 2, 0>(&mut self.part, &mut rows);
     }
 }
@@ -737,7 +849,8 @@ impl<E: Encoding, R: Real> Visitor<R, 2, 0> for DotRows<'_, '_, E, R> {
         let [x, grad] = row.inputs;
         let (d, zero) = (x.len(), R::of(0.0));
         let (y, g) = (&mut self.y[..d], &mut self.g[..d]);
-        activate::<L, T>(self.walk.plan.act, x, self.walk.columns(self.columns, place), y);
+        let columns = self.walk.columns(self.columns, place);
+        activate::<L, T>(self.walk.plan.act, x, columns, y, &mut self.e);
         self.walk.encoding.backward::<L, T, R>(grad, table, g, false);
         let at = (place.batch * self.walk.plan.heads + place.head) * d;
         let sums = &mut self.sums[at..at + d];
@@ -768,6 +881,7 @@ struct BackwardRows<'k, 'a, E, R: Real> {
     angles: Scratch<R>,
     y: Scratch<R>,
     g: Scratch<R>,
+    e: Scratch<R>,
     stream: bool,
 }
 
@@ -782,9 +896,10 @@ impl<E: Encoding, R: Real> KernelIn<R> for Backward<'_, '_, '_, E, R> {
         let plan = walk.plan;
         let tile = plan.tile[0] * plan.tile[1] * plan.table;
         let angles = Scratch::zeros(if sums.is_some() { tile } else { 0 });
-        let [y, g] = [Scratch::new(plan.features), Scratch::new(plan.features)];
+        let d = plan.features;
+        let [y, g, e] = [Scratch::new(d), Scratch::new(d), Scratch::new(d)];
         let act = plan.act;
-        let mut rows = BackwardRows { walk, act, columns, dots, sums, angles, y, g, stream };
+        let mut rows = BackwardRows { walk, act, columns, dots, sums, angles, y, g, e, stream };
         walk.visit::<L, T, _, 2, 1>(&mut self.part, &mut rows);
     }
 }
@@ -806,7 +921,8 @@ impl<E: Encoding, R: Real> Visitor<R, 2, 1> for BackwardRows<'_, '_, E, R> {
         let (y, g) = (&mut self.y[..d], &mut self.g[..d]);
         encoding.backward::<L, T, R>(grad, table, g, false);
         if self.sums.is_some() || !matches!(self.act, FusedAct::Elementwise(_)) {
-            activate::<L, T>(self.act, x, self.walk.columns(self.columns, place), y);
+            let columns = self.walk.columns(self.columns, place);
+            activate::<L, T>(self.act, x, columns, y, &mut self.e);
         }
         if self.sums.is_some() {
             let head = place.slot * plan.tile[1] + place.head % plan.tile[1];
@@ -818,14 +934,9 @@ impl<E: Encoding, R: Real> Visitor<R, 2, 1> for BackwardRows<'_, '_, E, R> {
             return;
         }
         match self.act {
-            FusedAct::Elementwise(act) => {
-                for i in (0..d).step_by(L::N) {
-                    let (x, g): (L, L) = (L::read(x, i, zero), L::read(g, i, zero));
-                    act.pull_back(x, g).write(dx, i, self.stream);
-                }
-            }
+            FusedAct::Elementwise(act) => act::pull_back::<L, T>(act, x, g, dx, self.stream),
             FusedAct::SoftmaxFeatures => {
-                let dot = L::splat(softmax::dot::<L>(y, g));
+                let dot = L::splat(dot::<L>(y, g));
                 for i in (0..d).step_by(L::N) {
                     let (y, g): (L, L) = (L::read(y, i, zero), L::read(g, i, zero));
                     y.mul(g.sub(dot)).write(dx, i, self.stream);

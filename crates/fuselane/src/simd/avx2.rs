@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::{F32Lanes, Lanes, Memory};
+use super::{F32Lanes, Lanes, Memory, Task};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2<const SPLIT: bool>(__m256, __m256);
@@ -123,6 +123,16 @@ impl<const SPLIT: bool> Lanes for Avx2<SPLIT> {
     #[inline(always)]
     fn any(mask: Self::Mask) -> bool {
         x86!(_mm256_movemask_ps(_mm256_or_ps(mask.0, mask.1)) != 0)
+    }
+    #[inline(always)]
+    fn enter<K: Task>(task: K) -> K::Output {
+        /// One function for each task: the compiler shares registers better among less code.
+        #[target_feature(enable = "avx2,fma,f16c")]
+        #[inline(never)]
+        fn compiled<K: Task>(task: K) -> K::Output {
+            task.run()
+        }
+        x86!(compiled(task))
     }
     #[inline(always)]
     fn swap_pairs(self) -> Self {

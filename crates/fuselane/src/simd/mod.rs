@@ -25,6 +25,7 @@ pub(crate) use math::Math;
 
 use crate::dtype::{DType, Element, Real};
 use half::{bf16, f16};
+use std::marker::PhantomData;
 
 /// The largest [`Lanes::N`] of any implementation.
 pub(crate) const MAX_LANES: usize = 16;
@@ -73,6 +74,10 @@ pub(crate) trait Lanes: Copy {
     fn select(mask: Self::Mask, yes: Self, no: Self) -> Self;
     /// Whether the mask is set in any lane.
     fn any(mask: Self::Mask) -> bool;
+
+    /// Runs a task in a function of its own, compiled for these lanes: how a kernel is entered,
+    /// and how kernels share code that would be too much to have in each of them.
+    fn enter<K: Task>(task: K) -> K::Output;
 
     /// Swaps the elements of index 2k and 2k + 1.
     fn swap_pairs(self) -> Self;
@@ -195,7 +200,7 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
         let mut block = [T::from_real(fill); MAX_LANES];
         // SAFETY: `len < N <= MAX_LANES`, and `block` holds `MAX_LANES` elements.
         unsafe {
-            std::ptr::copy_nonoverlapping(p, block.as_mut_ptr(), len);
+            copy_part(p, block.as_mut_ptr(), len);
             Self::load(block.as_ptr())
         }
     }
@@ -210,7 +215,40 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
         // SAFETY: `len < N <= MAX_LANES`, and `block` holds `MAX_LANES` elements.
         unsafe {
             self.store(block.as_mut_ptr());
-            std::ptr::copy_nonoverlapping(block.as_ptr(), p, len);
+            copy_part(block.as_ptr(), p, len);
+        }
+    }
+}
+
+/// Copies `len < MAX_LANES` elements without a call, which would empty the registers of the loop
+/// around it.
+///
+/// # Safety
+/// `from` points to `len` readable elements and `to` to `len` writable ones, elsewhere.
+#[inline(always)]
+unsafe fn copy_part<T: Copy>(from: *const T, to: *mut T, len: usize) {
+    const { assert!(MAX_LANES == 16) };
+    let mut at = 0;
+    // SAFETY: the steps taken are the bits of `len`, so they end there.
+    unsafe {
+        if len & 8 != 0 {
+            to.cast::<[T; 8]>().write_unaligned(from.cast::<[T; 8]>().read_unaligned());
+            at = 8;
+        }
+        if len & 4 != 0 {
+            to.add(at)
+                .cast::<[T; 4]>()
+                .write_unaligned(from.add(at).cast::<[T; 4]>().read_unaligned());
+            at += 4;
+        }
+        if len & 2 != 0 {
+            to.add(at)
+                .cast::<[T; 2]>()
+                .write_unaligned(from.add(at).cast::<[T; 2]>().read_unaligned());
+            at += 2;
+        }
+        if len & 1 != 0 {
+            to.add(at).write(from.add(at).read());
         }
     }
 }
@@ -222,6 +260,30 @@ pub(crate) trait Kernel {
     where
         T: Element,
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>;
+}
+
+/// Code for lanes that its type already names.
+pub(crate) trait Task {
+    /// What it gives.
+    type Output;
+    /// Does the work. Implementations are `#[inline(always)]`.
+    fn run(self) -> Self::Output;
+}
+
+/// A kernel with its lanes and element type.
+struct Bound<K, L, T>(K, PhantomData<(L, T)>);
+
+impl<K, L, T> Task for Bound<K, L, T>
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    K: KernelIn<T::Real>,
+{
+    type Output = ();
+    #[inline(always)]
+    fn run(self) {
+        self.0.run_in::<L, T>();
+    }
 }
 
 /// A kernel that carries numbers of the arithmetic type `R` and so is for activations of that
@@ -260,53 +322,40 @@ pub(crate) trait Arithmetic: Real {
     fn run<K: KernelIn<Self>>(isa: Isa, dtype: DType, kernel: K);
 }
 
+/// Enters a kernel with lanes `L` and element type `T`.
+fn enter<L, T, K>(kernel: K)
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    K: KernelIn<T::Real>,
+{
+    L::enter(Bound::<K, L, T>(kernel, PhantomData));
+}
+
 impl Arithmetic for f32 {
     fn run<K: KernelIn<f32>>(isa: Isa, dtype: DType, kernel: K) {
-        match isa {
+        use portable::Portable;
+        match (isa, dtype) {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: calls get `Isa::Avx2` only where the CPU has these features (`isa.rs`).
-            Isa::Avx2 => unsafe { run_avx2(dtype, kernel) },
-            _ => run_portable(dtype, kernel),
+            (Isa::Avx2, _) => {
+                use avx2::Avx2;
+                match dtype {
+                    DType::F16 => enter::<Avx2<false>, f16, K>(kernel),
+                    DType::BF16 => enter::<Avx2<true>, bf16, K>(kernel),
+                    _ => enter::<Avx2<false>, f32, K>(kernel),
+                }
+                Avx2::<false>::fence();
+            }
+            (_, DType::F16) => enter::<Portable, f16, K>(kernel),
+            (_, DType::BF16) => enter::<Portable, bf16, K>(kernel),
+            _ => enter::<Portable, f32, K>(kernel),
         }
     }
 }
 
+/// f64, which is there for checking, is the same plain code for every instruction set.
 impl Arithmetic for f64 {
-    fn run<K: KernelIn<f64>>(isa: Isa, _dtype: DType, kernel: K) {
-        match isa {
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: as for f32.
-            Isa::Avx2 => unsafe { run_avx2_f64(kernel) },
-            _ => kernel.run_in::<portable64::Portable64, f64>(),
-        }
+    fn run<K: KernelIn<f64>>(_isa: Isa, _dtype: DType, kernel: K) {
+        enter::<portable64::Portable64, f64, K>(kernel);
     }
-}
-
-fn run_portable<K: KernelIn<f32>>(dtype: DType, kernel: K) {
-    use portable::Portable;
-    match dtype {
-        DType::F16 => kernel.run_in::<Portable, f16>(),
-        DType::BF16 => kernel.run_in::<Portable, bf16>(),
-        _ => kernel.run_in::<Portable, f32>(),
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn run_avx2<K: KernelIn<f32>>(dtype: DType, kernel: K) {
-    use avx2::Avx2;
-    match dtype {
-        DType::F16 => kernel.run_in::<Avx2<false>, f16>(),
-        DType::BF16 => kernel.run_in::<Avx2<true>, bf16>(),
-        _ => kernel.run_in::<Avx2<false>, f32>(),
-    }
-    Avx2::<false>::fence();
-}
-
-/// The lanes of f64 are portable code, here compiled for wider registers. No multiplication is
-/// fused with an addition, so the results are the same.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-unsafe fn run_avx2_f64<K: KernelIn<f64>>(kernel: K) {
-    kernel.run_in::<portable64::Portable64, f64>();
 }

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::{F32Lanes, Lanes, Memory};
+use super::{F32Lanes, Lanes, Memory, Task};
 
 const N: usize = 8;
 
@@ -114,6 +114,10 @@ impl Lanes for Portable {
     #[inline(always)]
     fn any(mask: [bool; N]) -> bool {
         mask.iter().fold(false, |any, &m| any | m)
+    }
+    #[inline(never)]
+    fn enter<K: Task>(task: K) -> K::Output {
+        task.run()
     }
     #[inline(always)]
     fn swap_pairs(self) -> Self {

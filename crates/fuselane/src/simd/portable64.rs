@@ -1,7 +1,7 @@
 //! f64 for checking: four lanes in plain Rust, the same on every instruction set, so that a f64
 //! result never depends on the machine's vector width.
 
-use super::{Lanes, Memory};
+use super::{Lanes, Memory, Task};
 
 const N: usize = 4;
 
@@ -114,6 +114,10 @@ impl Lanes for Portable64 {
     #[inline(always)]
     fn any(mask: [bool; N]) -> bool {
         mask.iter().fold(false, |any, &m| any | m)
+    }
+    #[inline(never)]
+    fn enter<K: Task>(task: K) -> K::Output {
+        task.run()
     }
     #[inline(always)]
     fn swap_pairs(self) -> Self {
