@@ -92,8 +92,13 @@ impl Cosine<'_> {
         angles: impl Into<Angles<'c>>,
         o: ViewMut<'_>,
     ) -> Result<()> {
+        self.encode(x, angles.into(), o)
+    }
+
+    /// The forward without type parameters, so that its kernels are compiled in this crate alone.
+    fn encode(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()> {
         let [_, _, _, d] = tokens::dimensions("cosine", "x", &x, self.layout)?;
-        tokens::forward(Waves { features: d }, &self.call(angles.into(), d), x, o)
+        tokens::forward(Waves { features: d }, &self.call(angles, d), x, o)
     }
 
     /// The encoded `x` in a buffer from the pool.

@@ -106,7 +106,11 @@ impl Rotate<'_> {
         angles: impl Into<Angles<'c>>,
         o: ViewMut<'_>,
     ) -> Result<()> {
-        let angles = angles.into();
+        self.encode(x, angles.into(), o)
+    }
+
+    /// The forward without type parameters, so that its kernels are compiled in this crate alone.
+    fn encode(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()> {
         let [_, _, _, d] = tokens::dimensions("rotate", "x", &x, self.layout)?;
         let rotation = self.rotation(angles, d)?;
         tokens::forward(rotation, &self.call(angles, rotation.pairs), x, o)
