@@ -17,7 +17,10 @@ pub use error::{Error, Result};
 pub use ops::act::Act;
 pub use ops::angles::{AngleTable, Angles, Positions};
 pub use ops::cosine::{Cosine, CosineBackward};
-pub use ops::normalize::{GatePosition, Normalize, WeightForm};
+pub use ops::normalize::{
+    GatePosition, Normalize, NormalizeBackward, NormalizeForward, NormalizeGradients, Normalized,
+    Residual, WeightForm,
+};
 pub use ops::rotate::{Pairing, Partial, Rotate, RotateBackward};
 pub use ops::softmax::Softmax;
 pub use ops::tokens::{FusedAct, TokenLayout};

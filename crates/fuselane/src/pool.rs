@@ -361,6 +361,65 @@ pub(crate) fn same_reals_mut<A: Real, B: Real>(numbers: &mut [A]) -> &mut [B] {
     unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), numbers.len()) }
 }
 
+/// Numbers of the arithmetic type, for kernels to take. A kernel that were generic over their type
+/// would be compiled for every pair of it and an activations' dtype, half of them for nothing.
+#[derive(Clone, Copy)]
+pub(crate) enum Reals<'a> {
+    F32(&'a [f32]),
+    F64(&'a [f64]),
+}
+
+impl<'a> Reals<'a> {
+    pub(crate) fn new<R: Real>(numbers: &'a [R]) -> Self {
+        if R::DTYPE == DType::F64 {
+            Self::F64(same_reals(numbers))
+        } else {
+            Self::F32(same_reals(numbers))
+        }
+    }
+
+    pub(crate) fn len(self) -> usize {
+        match self {
+            Self::F32(numbers) => numbers.len(),
+            Self::F64(numbers) => numbers.len(),
+        }
+    }
+
+    /// The numbers under the name that the kernel has for their type.
+    #[inline(always)]
+    pub(crate) fn get<R: Real>(self) -> &'a [R] {
+        match self {
+            Self::F32(numbers) => same_reals(numbers),
+            Self::F64(numbers) => same_reals(numbers),
+        }
+    }
+}
+
+/// [`Reals`], to write.
+pub(crate) enum RealsMut<'a> {
+    F32(&'a mut [f32]),
+    F64(&'a mut [f64]),
+}
+
+impl<'a> RealsMut<'a> {
+    pub(crate) fn new<R: Real>(numbers: &'a mut [R]) -> Self {
+        if R::DTYPE == DType::F64 {
+            Self::F64(same_reals_mut(numbers))
+        } else {
+            Self::F32(same_reals_mut(numbers))
+        }
+    }
+
+    /// The numbers under the name that the kernel has for their type.
+    #[inline(always)]
+    pub(crate) fn get<R: Real>(self) -> &'a mut [R] {
+        match self {
+            Self::F32(numbers) => same_reals_mut(numbers),
+            Self::F64(numbers) => same_reals_mut(numbers),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -527,7 +527,7 @@ impl<'a, const I: usize, const O: usize, const SI: usize, const SO: usize> Rows<
     }
 
     /// Where a row of an operand begins, and its length.
-    #[inline(always)]
+    #[inline]
     fn place(&self, o: &Operand, index: &[usize]) -> (*mut u8, usize) {
         if o.base.is_null() {
             return (std::ptr::NonNull::<u64>::dangling().as_ptr().cast(), 0);
@@ -673,7 +673,6 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize> Part<
     /// # Safety
     /// `index` is that of a row that this part owns. The borrow of `self` keeps two rows from
     /// being held at once.
-    #[inline(always)]
     unsafe fn row_at<T: Element>(&mut self, index: &[usize]) -> Row<'_, T, I, O, SI, SO> {
         let rows = self.rows;
         assert!(T::DTYPE == rows.dtype, "rows of {} taken as {}", rows.dtype, T::DTYPE);

@@ -412,13 +412,26 @@ impl<'a> View<'a> {
     /// Widens the elements, in index order, into `out`. Every NaN becomes the usual one, whose
     /// payload survives rounding to 16 bits.
     pub(crate) fn widen<R: Real>(&self, out: &mut [R]) {
-        let mut next = out.iter_mut();
+        #[inline(always)]
+        fn widened<T: Element, R: Real>(value: T) -> R {
+            let value = value.to_f64();
+            if value.is_nan() { R::of(-f64::NAN) } else { R::of(value) }
+        }
         crate::dtype::with_element!(self.dtype, T => {
+            if self.is_contiguous() && !self.is_empty() {
+                // SAFETY: as in `to_f64_vec`; in index order the elements follow each other.
+                let values = unsafe { std::slice::from_raw_parts(self.ptr.cast::<T>(), self.len()) };
+                for (out, &value) in out.iter_mut().zip(values) {
+                    *out = widened(value);
+                }
+                return;
+            }
+            let mut next = out.iter_mut();
             for_each_offset(&self.layout, |offset| {
                 // SAFETY: as in `to_f64_vec`.
-                let value = unsafe { self.ptr.cast::<T>().offset(offset).read() }.to_f64();
+                let value = unsafe { self.ptr.cast::<T>().offset(offset).read() };
                 if let Some(out) = next.next() {
-                    *out = if value.is_nan() { R::of(-f64::NAN) } else { R::of(value) };
+                    *out = widened(value);
                 }
             });
         });

@@ -275,6 +275,7 @@ macro_rules! specialized {
         }
     };
 }
+pub(crate) use specialized;
 
 struct Forward<'r> {
     act: Act,

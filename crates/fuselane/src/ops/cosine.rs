@@ -95,7 +95,8 @@ impl Cosine<'_> {
         self.encode(x, angles.into(), o)
     }
 
-    /// The forward without type parameters, so that its kernels are compiled in this crate alone.
+    /// [`Cosine::forward_into`] without type parameters, so that kernels are compiled once, in
+    /// this crate, and not again in each that calls it.
     fn encode(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()> {
         let [_, _, _, d] = tokens::dimensions("cosine", "x", &x, self.layout)?;
         tokens::forward(Waves { features: d }, &self.call(angles, d), x, o)

@@ -19,7 +19,7 @@ use crate::view::{View, ViewMut};
 /// of one.
 pub(crate) fn contiguous_last<'a, const I: usize>(
     mut inputs: [View<'a>; I],
-    mut output: ViewMut<'a>,
+    output: ViewMut<'a>,
 ) -> Result<([View<'a>; I], ViewMut<'a>, usize)> {
     let rank = output.rank();
     if inputs.iter().any(|view| view.shape() != output.shape()) {

@@ -1,6 +1,52 @@
 //! Normalization over the last dimension, with residual, gate, weight and bias fused in.
+//!
+//! Over the last dimension d in `groups` of e = d / groups:
+//!
+//! ```text
+//! p = x  [+ residual]  [* g(gate)   (gate "pre")]
+//! q = p                      or  p - mean(p)                                (center)
+//! sigma = sqrt(mean(q^2) + eps),  r = q / sigma
+//! o = scale * r  [* weight | * (1 + weight)]  [+ bias]  [* g(gate)   (gate "post")]
+//! ```
+//!
+//! Backward, with do1 = do (or do * g(gate), post), o1 = o before the gate and
+//! dr = scale * do1 * weight:
+//!
+//! ```text
+//! dp = (dr - r * mean(r * dr) [- mean(dr)   (center)]) / sigma
+//! pre:  ds = dp * g(gate),  dgate = dp * (x + residual) * g'(gate)
+//! post: ds = dp,            dgate = do * o1 * g'(gate)
+//! dx = dresidual = ds [+ the gradient that arrives at residual_out]
+//! dweight = sum over rows of do1 * scale * r,  dbias = sum over rows of do1
+//! ```
+//!
+//! What the forward keeps for it is x (or the sum x + residual) and, for each row and group,
+//! rstd = 1 / sigma and, if centered, the mean of p.
+//!
+//! **Numerics.** Everything is computed in f32 (f64 for f64) and rounded once at the store; what is
+//! normalized is the unrounded sum, of which `residual_out` receives a rounded copy. Sums run in
+//! lanes within chunks of [`CHUNK`] elements and in f64 across chunks, so their error does not grow
+//! with d. The mean is taken twice: after a first one m, q0 = p - m has a small mean delta (what
+//! rounding left over), and mean(q0^2) - delta^2 is the variance without cancellation, even where
+//! the mean is a million times the deviation. The backward finds delta anew, so rounding the kept
+//! mean costs nothing.
+//!
+//! **Passes.** A row is read from memory once; later passes find it in the caches, which is cheaper
+//! than keeping a widened copy of it. The values of the gate are kept from pass to pass, unless the
+//! group is very long.
 
-use super::act::Act;
+use std::ops::Range;
+
+use super::act::{Act, specialized};
+use super::parameter;
+use crate::dtype::{DType, with_real};
+use crate::error::{Error, Result};
+use crate::pool::{Buffer, Reals, RealsMut};
+use crate::rows::{self, Operands, Part, Rows};
+use crate::scratch::Scratch;
+use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory};
+use crate::view::{View, ViewMut};
+use crate::{Element, Real, isa};
 
 /// How the weight enters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -23,6 +69,14 @@ pub enum GatePosition {
 }
 
 /// Options of the normalization.
+///
+/// ```
+/// use fuselane::{Normalize, View};
+/// let x = [3.0f32, 4.0, 0.0, 0.0];
+/// let o = Normalize::rms_norm().with_eps(0.0).forward(View::new(&x, &[1, 4])?, None)?;
+/// assert_eq!(o.as_slice::<f32>()?, [1.2, 1.6, 0.0, 0.0]);
+/// # Ok::<(), fuselane::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Normalize {
     /// Subtracts the mean first.
@@ -52,5 +106,2106 @@ impl Default for Normalize {
             gate_position: GatePosition::Pre,
             gate_act: Act::Sigmoid,
         }
+    }
+}
+
+/// What becomes of the residual.
+#[derive(Debug, Default)]
+pub enum Residual<'a> {
+    /// There is none.
+    #[default]
+    None,
+    /// It is added to x; the sum is not kept.
+    Add(View<'a>),
+    /// It is added to x, and the second view receives the sum.
+    AddInto(View<'a>, ViewMut<'a>),
+    /// It is added to x, and its own memory receives the sum.
+    AddInPlace(ViewMut<'a>),
+}
+
+/// The operands of [`Normalize::forward_into`]. All but the parameters and the statistics have the
+/// shape and dtype of x.
+///
+/// ```
+/// use fuselane::{Normalize, NormalizeForward, Residual, View, ViewMut};
+/// let (x, mut residual, mut o) = ([1.0f32, 2.0], [2.0f32, 2.0], [0.0f32; 2]);
+/// let weight = [1.0f32, 10.0];
+/// Normalize::rms_norm().with_eps(0.0).forward_into(NormalizeForward {
+///     weight: Some(View::new(&weight, &[2])?),
+///     residual: Residual::AddInPlace(ViewMut::new(&mut residual, &[1, 2])?),
+///     ..NormalizeForward::new(View::new(&x, &[1, 2])?, ViewMut::new(&mut o, &[1, 2])?)
+/// })?;
+/// assert_eq!(residual, [3.0, 4.0]);
+/// assert!((o[0] - 0.848528).abs() < 1e-6 && (o[1] - 11.31371).abs() < 1e-5);
+/// # Ok::<(), fuselane::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct NormalizeForward<'a> {
+    /// What is normalized, along its last dimension.
+    pub x: View<'a>,
+    /// One weight for each element of a row, of any dtype.
+    pub weight: Option<View<'a>>,
+    /// One bias for each element of a row, of any dtype.
+    pub bias: Option<View<'a>>,
+    /// The gate, before its activation.
+    pub gate: Option<View<'a>>,
+    /// What is added to x first.
+    pub residual: Residual<'a>,
+    /// Receives the result.
+    pub o: ViewMut<'a>,
+    /// Receives 1 / sigma of each row and group: the shape of x with `groups` for its last
+    /// dimension, in the arithmetic type (f64 for f64, else f32).
+    pub rstd: Option<ViewMut<'a>>,
+    /// Receives the mean that was subtracted, if centered; shape and dtype as for `rstd`.
+    pub mean: Option<ViewMut<'a>>,
+}
+
+impl<'a> NormalizeForward<'a> {
+    /// x to o, with nothing else.
+    pub fn new(x: View<'a>, o: ViewMut<'a>) -> Self {
+        let (weight, bias, gate, rstd, mean) = (None, None, None, None, None);
+        Self { x, weight, bias, gate, residual: Residual::None, o, rstd, mean }
+    }
+}
+
+/// The operands of [`Normalize::backward_into`]. Only the gradients that are asked for are computed.
+///
+/// ```
+/// use fuselane::{Normalize, NormalizeBackward, View, ViewMut};
+/// let (x, grad, mut dx) = ([3.0f64, 4.0], [1.0f64, 0.0], [0.0f64; 2]);
+/// let rstd = [12.5f64.sqrt().recip()]; // as the forward keeps it
+/// let [x, grad] = [View::new(&x, &[1, 2])?, View::new(&grad, &[1, 2])?];
+/// Normalize::rms_norm().with_eps(0.0).backward_into(NormalizeBackward {
+///     dx: Some(ViewMut::new(&mut dx, &[1, 2])?),
+///     ..NormalizeBackward::new(grad, x, View::new(&rstd, &[1, 1])?)
+/// })?;
+/// assert!((3.0 * dx[0] + 4.0 * dx[1]).abs() < 1e-15); // no change along x changes o
+/// # Ok::<(), fuselane::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct NormalizeBackward<'a> {
+    /// The gradient that arrives at the output.
+    pub grad: View<'a>,
+    /// x of the forward; or the kept sum x + residual, with `residual` left out.
+    pub x: View<'a>,
+    /// The residual of the forward, if `x` is not the sum.
+    pub residual: Option<View<'a>>,
+    /// The gate of the forward.
+    pub gate: Option<View<'a>>,
+    /// The weight of the forward.
+    pub weight: Option<View<'a>>,
+    /// The bias of the forward; read for `dgate` of a gate in the post position only.
+    pub bias: Option<View<'a>>,
+    /// 1 / sigma, as the forward kept it.
+    pub rstd: View<'a>,
+    /// The mean, as the forward kept it; needed if centered.
+    pub mean: Option<View<'a>>,
+    /// The gradient that arrives at the sum x + residual from elsewhere.
+    pub grad_residual_out: Option<View<'a>>,
+    /// Receives the gradient of x.
+    pub dx: Option<ViewMut<'a>>,
+    /// Receives the gradient of the residual, which has the same values as `dx`: a caller who can
+    /// use one tensor for both leaves this out.
+    pub dresidual: Option<ViewMut<'a>>,
+    /// Receives the gradient of the gate.
+    pub dgate: Option<ViewMut<'a>>,
+    /// Receives the gradient of the weight, in any dtype.
+    pub dweight: Option<ViewMut<'a>>,
+    /// Receives the gradient of the bias, in any dtype.
+    pub dbias: Option<ViewMut<'a>>,
+}
+
+impl<'a> NormalizeBackward<'a> {
+    /// The operands that are always needed; no gradient is asked for yet.
+    pub fn new(grad: View<'a>, x: View<'a>, rstd: View<'a>) -> Self {
+        Self {
+            grad,
+            x,
+            residual: None,
+            gate: None,
+            weight: None,
+            bias: None,
+            rstd,
+            mean: None,
+            grad_residual_out: None,
+            dx: None,
+            dresidual: None,
+            dgate: None,
+            dweight: None,
+            dbias: None,
+        }
+    }
+}
+
+/// A result with what its backward needs, from [`Normalize::forward_keeping`].
+#[derive(Debug)]
+pub struct Normalized {
+    /// The result.
+    pub o: Buffer,
+    /// 1 / sigma of each row and group.
+    pub rstd: Buffer,
+    /// The mean of each row and group, if centered.
+    pub mean: Option<Buffer>,
+}
+
+/// Gradients, from [`Normalize::backward`].
+#[derive(Debug)]
+pub struct NormalizeGradients {
+    /// The gradient of x.
+    pub dx: Buffer,
+    /// The gradient of the weight, if there was one.
+    pub dweight: Option<Buffer>,
+}
+
+const NAME: &str = "normalize";
+
+impl Normalize {
+    /// `o = x / sqrt(mean(x^2) + eps)` with eps 1e-6, meant to be used without a weight.
+    ///
+    /// ```
+    /// assert_eq!(fuselane::Normalize::srms_norm().scale, 1.0);
+    /// ```
+    pub fn srms_norm() -> Self {
+        Self::default()
+    }
+
+    /// `o = weight * x / sqrt(mean(x^2) + eps)` with eps 1e-6.
+    ///
+    /// ```
+    /// use fuselane::{Normalize, View};
+    /// let (x, weight) = ([2.0f32, -2.0], [1.0f32, 3.0]);
+    /// let weight = View::new(&weight, &[2])?;
+    /// let o = Normalize::rms_norm().with_eps(0.0).forward(View::new(&x, &[2])?, Some(weight))?;
+    /// assert_eq!(o.as_slice::<f32>()?, [1.0, -3.0]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn rms_norm() -> Self {
+        Self::default()
+    }
+
+    /// `o = weight * (x - mean(x)) / sqrt(var(x) + eps) + bias` with eps 1e-5.
+    ///
+    /// ```
+    /// use fuselane::{Normalize, View};
+    /// let o = Normalize::layer_norm().with_eps(0.0).forward(View::new(&[5.0f32, 9.0], &[2])?, None)?;
+    /// assert_eq!(o.as_slice::<f32>()?, [-1.0, 1.0]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn layer_norm() -> Self {
+        Self { center: true, eps: 1e-5, ..Self::default() }
+    }
+
+    /// Normalizes the last dimension in this many equal groups.
+    ///
+    /// ```
+    /// use fuselane::{Normalize, View};
+    /// let groups = Normalize::srms_norm().with_eps(0.0).with_groups(2);
+    /// let o = groups.forward(View::new(&[1.0f32, 1.0, -8.0, 8.0], &[4])?, None)?;
+    /// assert_eq!(o.as_slice::<f32>()?, [1.0, 1.0, -1.0, 1.0]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    #[must_use]
+    pub fn with_groups(self, groups: usize) -> Self {
+        Self { groups, ..self }
+    }
+
+    /// Adds `eps` to the mean square before the root.
+    ///
+    /// ```
+    /// assert_eq!(fuselane::Normalize::rms_norm().with_eps(1e-5).eps, 1e-5);
+    /// ```
+    #[must_use]
+    pub fn with_eps(self, eps: f64) -> Self {
+        Self { eps, ..self }
+    }
+
+    /// Checks the options and returns the length of a group and the row length that it divides.
+    fn check(&self, x: View<'_>) -> Result<usize> {
+        let fault = |option, got: String, expected: String| {
+            Err(Error::new(NAME, option, format!("is {got}"), expected))
+        };
+        if !(self.eps.is_finite() && self.eps >= 0.0) {
+            return fault("eps", format!("{}", self.eps), "a finite number from 0 on".into());
+        }
+        if !self.scale.is_finite() {
+            return fault("scale", format!("{}", self.scale), "a finite number".into());
+        }
+        let d = x.shape().last().copied().unwrap_or(1); // `Rows::new` refuses a scalar
+        if self.groups == 0 {
+            return fault("groups", "0".into(), "at least 1".into());
+        }
+        if d % self.groups != 0 {
+            let expected = format!("a divisor of {d} (last dimension of x)");
+            return fault("groups", format!("{}", self.groups), expected);
+        }
+        Ok(d)
+    }
+
+    /// The weight, widened, with the scale and the 1 of its form worked in; in index order.
+    fn factor<R: Real>(&self, weight: Option<View<'_>>, d: usize) -> Scratch<R> {
+        let mut factor = Scratch::new(d);
+        match weight {
+            None => factor.fill(R::of(self.scale)),
+            Some(weight) => {
+                let one = match self.weight_form {
+                    WeightForm::Plain => 0.0,
+                    WeightForm::OnePlus => 1.0,
+                };
+                weight.widen(&mut factor[..d]);
+                if (self.scale, one) != (1.0, 0.0) {
+                    for value in &mut factor[..d] {
+                        *value = R::of(self.scale * (one + value.to_f64()));
+                    }
+                }
+            }
+        }
+        factor
+    }
+
+    fn gate_at(&self, gate: Option<View<'_>>) -> Option<GatePosition> {
+        gate.map(|_| self.gate_position)
+    }
+
+    /// Normalizes into the caller's memory.
+    ///
+    /// ```
+    /// use fuselane::{Normalize, NormalizeForward, View, ViewMut};
+    /// let (x, bias, mut o) = ([0.0f32, 2.0, 1.0, 7.0], [10.0f32, 20.0], [0.0f32; 4]);
+    /// Normalize::layer_norm().with_eps(0.0).forward_into(NormalizeForward {
+    ///     bias: Some(View::new(&bias, &[2])?),
+    ///     ..NormalizeForward::new(View::new(&x, &[2, 2])?, ViewMut::new(&mut o, &[2, 2])?)
+    /// })?;
+    /// assert_eq!(o, [9.0, 21.0, 9.0, 21.0]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn forward_into(&self, call: NormalizeForward<'_>) -> Result<()> {
+        let NormalizeForward { x, weight, bias, gate, residual, o, rstd, mean } = call;
+        let d = self.check(x)?;
+        if mean.is_some() && !self.center {
+            return Err(Error::new(NAME, "mean", "is given", "none (center is off)"));
+        }
+        for (name, view) in [("weight", weight), ("bias", bias)] {
+            if let Some(view) = view {
+                parameter::check(NAME, name, view, d)?;
+            }
+        }
+        let (residual, sum_name, sum, added) = match residual {
+            Residual::None => (None, "residual_out", None, Added::Nothing),
+            Residual::Add(view) => (Some(view), "residual_out", None, Added::Input),
+            Residual::AddInto(view, sum) => (Some(view), "residual_out", Some(sum), Added::Input),
+            Residual::AddInPlace(sum) => (None, "residual", Some(sum), Added::InPlace),
+        };
+        let mut written = vec![("o", o.as_view())];
+        written.extend(sum.iter().map(|view| (sum_name, view.as_view())));
+        written.extend(rstd.iter().map(|view| ("rstd", view.as_view())));
+        written.extend(mean.iter().map(|view| ("mean", view.as_view())));
+        rows::disjoint(NAME, &[("weight", weight), ("bias", bias)], &written)?;
+        let with = ForwardWith {
+            added,
+            keeps_sum: sum.is_some(),
+            gate: self.gate_at(gate),
+            center: self.center,
+            bias: bias.is_some(),
+        };
+        let rows = Rows::new(
+            NAME,
+            Operands {
+                like: ("x", x),
+                inputs: [("x", Some(x)), ("residual", residual), ("gate", gate)],
+                outputs: [("o", Some(o)), (sum_name, sum)],
+                statistics_len: self.groups,
+                kept: [],
+                keeps: [("rstd", rstd), ("mean", mean)],
+                input_len: [None; 3],
+                output_len: [None; 2],
+            },
+        )?
+        .merged(false);
+        let (isa, stream, options) = (isa(), rows.stream(), *self);
+        with_real!(rows.dtype(), R => {
+            let factor = self.factor::<R>(weight, d);
+            let bias = widened::<R>(bias, d);
+            let (factor, bias) = (Reals::new(&factor[..d]), Reals::new(&bias));
+            rows.for_each_part(1, |part| {
+                simd::run(isa, rows.dtype(), Forward { options, with, factor, bias, part, stream });
+            });
+        });
+        Ok(())
+    }
+
+    /// The result in a buffer from the pool, for the plain case.
+    ///
+    /// ```
+    /// use fuselane::{Normalize, View};
+    /// let o = Normalize::srms_norm().with_eps(0.0).forward(View::new(&[-5.0f64, 5.0], &[2])?, None)?;
+    /// assert_eq!(o.as_slice::<f64>()?, [-1.0, 1.0]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn forward(&self, x: View<'_>, weight: Option<View<'_>>) -> Result<Buffer> {
+        let mut o = Buffer::unfilled(x.dtype(), x.shape())?;
+        self.forward_into(NormalizeForward { weight, ..NormalizeForward::new(x, o.view_mut()) })?;
+        Ok(o)
+    }
+
+    /// The result and the statistics in buffers from the pool, for [`Normalize::backward`].
+    ///
+    /// ```
+    /// use fuselane::{Normalize, View};
+    /// let (x, grad) = ([1.0f32, 3.0], [1.0f32, 0.0]);
+    /// let [x, grad] = [View::new(&x, &[2])?, View::new(&grad, &[2])?];
+    /// let norm = Normalize::layer_norm().with_eps(0.0);
+    /// let kept = norm.forward_keeping(x, None)?;
+    /// assert_eq!(kept.o.as_slice::<f32>()?, [-1.0, 1.0]);
+    /// // Two values are always normalized to -1 and 1, so no change of x changes the result.
+    /// assert_eq!(norm.backward(grad, x, None, &kept)?.dx.as_slice::<f32>()?, [0.0, 0.0]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn forward_keeping(&self, x: View<'_>, weight: Option<View<'_>>) -> Result<Normalized> {
+        let mut shape = x.shape().to_vec();
+        if let Some(last) = shape.last_mut() {
+            *last = self.groups;
+        }
+        let statistic = || Buffer::unfilled(x.dtype().real(), &shape);
+        let (mut o, mut rstd) = (Buffer::unfilled(x.dtype(), x.shape())?, statistic()?);
+        let mut mean = if self.center { Some(statistic()?) } else { None };
+        self.forward_into(NormalizeForward {
+            weight,
+            rstd: Some(rstd.view_mut()),
+            mean: mean.as_mut().map(Buffer::view_mut),
+            ..NormalizeForward::new(x, o.view_mut())
+        })?;
+        Ok(Normalized { o, rstd, mean })
+    }
+
+    /// Writes the gradients that are asked for into the caller's memory.
+    ///
+    /// ```
+    /// use fuselane::{Normalize, NormalizeBackward, View, ViewMut};
+    /// let (x, grad, rstd) = ([2.0f32, -2.0], [5.0f32, 7.0], [0.5f32]);
+    /// let (weight, mut dweight) = ([1.0f32, 1.0], [0.0f32; 2]);
+    /// let [x, grad] = [View::new(&x, &[1, 2])?, View::new(&grad, &[1, 2])?];
+    /// Normalize::rms_norm().with_eps(0.0).backward_into(NormalizeBackward {
+    ///     weight: Some(View::new(&weight, &[2])?),
+    ///     dweight: Some(ViewMut::new(&mut dweight, &[2])?),
+    ///     ..NormalizeBackward::new(grad, x, View::new(&rstd, &[1, 1])?)
+    /// })?;
+    /// assert_eq!(dweight, [5.0, -7.0]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn backward_into(&self, call: NormalizeBackward<'_>) -> Result<()> {
+        let NormalizeBackward { grad, x, residual, gate, weight, bias, .. } = call;
+        let NormalizeBackward { rstd, mean, grad_residual_out, .. } = call;
+        let NormalizeBackward { dx, dresidual, dgate, mut dweight, mut dbias, .. } = call;
+        let d = self.check(x)?;
+        let (dweight_view, dbias_view) =
+            (dweight.as_ref().map(ViewMut::as_view), dbias.as_ref().map(ViewMut::as_view));
+        let parameters =
+            [("weight", weight), ("bias", bias), ("dweight", dweight_view), ("dbias", dbias_view)];
+        for (name, view) in parameters {
+            if let Some(view) = view {
+                parameter::check(NAME, name, view, d)?;
+            }
+        }
+        let given = |name, without| Err(Error::new(NAME, name, "is given", without));
+        if mean.is_some() && !self.center {
+            return given("mean", "none (center is off)");
+        }
+        if mean.is_none() && self.center {
+            let expected = "the mean that the forward kept (center is on)";
+            return Err(Error::new(NAME, "mean", "is missing", expected));
+        }
+        if dgate.is_some() && gate.is_none() {
+            return given("dgate", "none (there is no gate)");
+        }
+        if dweight.is_some() && weight.is_none() {
+            return given("dweight", "none (there is no weight)");
+        }
+        let inputs = [
+            ("grad", Some(grad)),
+            ("x", Some(x)),
+            ("residual", residual),
+            ("gate", gate),
+            ("grad_residual_out", grad_residual_out),
+        ];
+        let outputs = [("dx", dx), ("dresidual", dresidual), ("dgate", dgate)];
+        let mut written: Vec<_> =
+            outputs.iter().filter_map(|(name, o)| Some((*name, o.as_ref()?.as_view()))).collect();
+        written.extend(dweight_view.map(|view| ("dweight", view)));
+        written.extend(dbias_view.map(|view| ("dbias", view)));
+        rows::disjoint(NAME, &inputs, &written)?;
+        let kept = [("rstd", Some(rstd)), ("mean", mean)];
+        rows::disjoint(NAME, &kept, &written)?;
+        rows::disjoint(NAME, &[("weight", weight), ("bias", bias)], &written)?;
+
+        let [dx, dresidual, dgate] = outputs.each_ref().map(|(_, view)| view.is_some());
+        let with = BackwardWith {
+            residual: residual.is_some(),
+            gate: self.gate_at(gate),
+            center: self.center,
+            grad_sum: grad_residual_out.is_some(),
+            dx,
+            dresidual,
+            dgate,
+            dweight: dweight.is_some(),
+            dbias: dbias.is_some(),
+        };
+        let rows = Rows::new(
+            NAME,
+            Operands {
+                like: ("x", x),
+                inputs,
+                outputs,
+                statistics_len: self.groups,
+                kept,
+                keeps: [],
+                input_len: [None; 5],
+                output_len: [None; 3],
+            },
+        )?
+        .merged(false);
+        let (isa, stream, options) = (isa(), rows.stream(), *self);
+        with_real!(rows.dtype(), R => {
+            let factor = self.factor::<R>(weight, d);
+            let bias = widened::<R>(bias, d);
+            let (factor, bias) = (Reals::new(&factor[..d]), Reals::new(&bias));
+            let run = |part: Part<'_, 5, 3, 2>, sums: &mut [R]| {
+                let sums = RealsMut::new(sums);
+                let kernel = Backward { options, with, factor, bias, part, stream, sums };
+                simd::run(isa, rows.dtype(), kernel);
+            };
+            if !with.dweight && !with.dbias {
+                rows.for_each_part(1, |part| run(part, &mut []));
+                return Ok(());
+            }
+            let groups = Groups::new(d, self.groups);
+            let mut sums = Scratch::<R>::zeros(groups.padded() * 2);
+            let sums = &mut sums[..groups.padded() * (with.dweight as usize + with.dbias as usize)];
+            rows.sum_over_parts(1, sums, run);
+            let (dweight_sums, dbias_sums) =
+                sums.split_at_mut(if with.dweight { groups.padded() } else { 0 });
+            if let Some(dweight) = &mut dweight {
+                for sum in dweight_sums.iter_mut() {
+                    *sum = R::of(self.scale * sum.to_f64());
+                }
+                groups.store(rows.dtype(), dweight_sums, dweight);
+            }
+            if let Some(dbias) = &mut dbias {
+                groups.store(rows.dtype(), dbias_sums, dbias);
+            }
+        });
+        Ok(())
+    }
+
+    /// The gradients of x and, if there is one, of the weight (in its dtype) in buffers from the
+    /// pool, for the plain case. `kept` comes from [`Normalize::forward_keeping`], whose example
+    /// shows both.
+    pub fn backward(
+        &self,
+        grad: View<'_>,
+        x: View<'_>,
+        weight: Option<View<'_>>,
+        kept: &Normalized,
+    ) -> Result<NormalizeGradients> {
+        let mut dx = Buffer::unfilled(x.dtype(), x.shape())?;
+        let dweight = weight.map(|weight| Buffer::unfilled(weight.dtype(), weight.shape()));
+        let mut dweight = dweight.transpose()?;
+        self.backward_into(NormalizeBackward {
+            weight,
+            mean: kept.mean.as_ref().map(Buffer::view),
+            dx: Some(dx.view_mut()),
+            dweight: dweight.as_mut().map(Buffer::view_mut),
+            ..NormalizeBackward::new(grad, x, kept.rstd.view())
+        })?;
+        Ok(NormalizeGradients { dx, dweight })
+    }
+}
+
+/// Sums run in lanes within this many elements, and in f64 across them.
+const CHUNK: usize = 1024;
+
+/// The gate's values of a longer group are computed anew in each pass, so that no row needs
+/// working memory of its own size.
+const LONG: usize = 1 << 16;
+
+/// Rows that the parameters' gradients are summed over before they go to the sum of the part, so
+/// that a small addend does not meet a large sum too often.
+const RECENT: usize = 64;
+
+/// How a row's parameters lie in working memory: in register order, each group from a block's start.
+#[derive(Clone, Copy)]
+struct Groups {
+    count: usize,
+    len: usize,
+}
+
+impl Groups {
+    #[inline(always)]
+    fn new(d: usize, count: usize) -> Self {
+        Self { count, len: d / count }
+    }
+
+    /// Where a group lies in a row.
+    #[inline(always)]
+    fn range(self, group: usize) -> Range<usize> {
+        group * self.len..(group + 1) * self.len
+    }
+
+    /// Where a group lies in working memory.
+    #[inline(always)]
+    fn registers(self, group: usize) -> Range<usize> {
+        let len = self.len.next_multiple_of(MAX_LANES);
+        group * len..(group + 1) * len
+    }
+
+    /// The length of all groups in working memory.
+    #[inline(always)]
+    fn padded(self) -> usize {
+        if self.len == 0 { 0 } else { self.count * self.len.next_multiple_of(MAX_LANES) }
+    }
+
+    /// Brings a parameter (empty, if there is none) into working memory, zeros between the groups.
+    #[inline(always)]
+    fn widen<L>(self, values: &[L::Real]) -> Scratch<L::Real>
+    where
+        L: Lanes + Memory<<L as Lanes>::Real>,
+    {
+        let mut registers = Scratch::zeros(if values.is_empty() { 0 } else { self.padded() });
+        if !values.is_empty() {
+            for group in 0..self.count {
+                let to = &mut registers[self.registers(group)];
+                parameter::to_registers::<L>(&values[self.range(group)], to);
+            }
+        }
+        registers
+    }
+
+    /// Rounds sums in working memory to a gradient.
+    fn store<R: Real>(self, dtype: DType, sums: &[R], gradient: &mut ViewMut<'_>) {
+        let mut values = Scratch::<R>::new(self.count * self.len);
+        let values = &mut values[..self.count * self.len];
+        if self.len > 0 {
+            for group in 0..self.count {
+                let to = &mut values[self.range(group)];
+                parameter::to_index_order(dtype, &sums[self.registers(group)], to);
+            }
+        }
+        parameter::store(gradient, values);
+    }
+}
+
+/// An optional parameter, widened, in index order; empty where there is none.
+fn widened<R: Real>(parameter: Option<View<'_>>, d: usize) -> Vec<R> {
+    let mut values = vec![R::of(0.0); if parameter.is_some() { d } else { 0 }];
+    if let Some(parameter) = parameter {
+        parameter.widen(&mut values);
+    }
+    values
+}
+
+/// Runs `$body` for each block of a range: `$i` is its place, `$k` one of two accumulators in turn
+/// (so that one sum need not wait for the other), `$whole` whether the block is known to be whole.
+macro_rules! blocks {
+    ($L:ident in $range:expr, ($i:ident, $k:ident, $whole:ident) => $body:block) => {{
+        let range: Range<usize> = $range;
+        let mut at = range.start;
+        while at + 2 * $L::N <= range.end {
+            {
+                let ($i, $k, $whole) = (at, 0usize, true);
+                $body
+            }
+            {
+                let ($i, $k, $whole) = (at + $L::N, 1usize, true);
+                $body
+            }
+            at += 2 * $L::N;
+        }
+        while at < range.end {
+            let ($i, $k, $whole) = (at, 0usize, false);
+            $body
+            at += $L::N;
+        }
+    }};
+}
+
+/// The block at `i` of a row, with zeros past its end.
+#[inline(always)]
+fn read<L, T>(row: &[T], i: usize, whole: bool) -> L
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    let zero = Real::of(0.0);
+    if whole { L::read_whole(row, i) } else { L::read(row, i, zero) }
+}
+
+/// Writes the block at `i` of a row, up to its end.
+#[inline(always)]
+fn write<L, T>(block: L, row: &mut [T], i: usize, whole: bool, stream: bool)
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    if whole { block.write_whole(row, i, stream) } else { block.write(row, i, stream) }
+}
+
+/// The block at `i` of a row of length `len`, with zeros past its end.
+#[inline(always)]
+fn inside<L: Lanes + Memory<<L as Lanes>::Real>>(block: L, i: usize, len: usize) -> L {
+    let ones = [Real::of(1.0); MAX_LANES];
+    let zero = L::splat(Real::of(0.0));
+    let inside = L::read(&ones[..(len - i).min(L::N)], 0, Real::of(0.0));
+    L::select(zero.lt(inside), block, zero)
+}
+
+/// The part of a row that belongs to a group; empty where the operand is absent.
+#[inline(always)]
+fn of_group<T>(row: &[T], range: Range<usize>) -> &[T] {
+    if row.is_empty() { row } else { &row[range] }
+}
+
+/// [`of_group`], to write.
+#[inline(always)]
+fn of_group_mut<T>(row: &mut [T], range: Range<usize>) -> &mut [T] {
+    if row.is_empty() { row } else { &mut row[range] }
+}
+
+/// Rounds a scalar to the arithmetic type. Every NaN becomes the usual one, whose payload
+/// survives rounding to 16 bits.
+#[inline(always)]
+fn scalar<R: Real>(value: f64) -> R {
+    R::of(if value.is_nan() { -f64::NAN } else { value })
+}
+
+/// The sum of two accumulators' lanes.
+#[inline(always)]
+fn total<L: Lanes>(sums: [L; 2]) -> f64 {
+    sums[0].add(sums[1]).reduce_add().to_f64()
+}
+
+/// Where what is added to x comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Added {
+    Nothing,
+    Input,
+    /// The memory that the sum goes to.
+    InPlace,
+}
+
+/// What takes part in a forward call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct ForwardWith {
+    added: Added,
+    keeps_sum: bool,
+    gate: Option<GatePosition>,
+    center: bool,
+    bias: bool,
+}
+
+impl ForwardWith {
+    const RMS: Self =
+        Self { added: Added::Nothing, keeps_sum: false, gate: None, center: false, bias: false };
+    const RMS_SUM: Self = Self { added: Added::Input, keeps_sum: true, ..Self::RMS };
+    const RMS_SUM_IN_PLACE: Self = Self { added: Added::InPlace, keeps_sum: true, ..Self::RMS };
+    const LAYER: Self = Self { center: true, bias: true, ..Self::RMS };
+}
+
+struct Forward<'r> {
+    options: Normalize,
+    with: ForwardWith,
+    factor: Reals<'r>,
+    bias: Reals<'r>,
+    part: Part<'r, 3, 2, 0, 2>,
+    stream: bool,
+}
+
+impl Kernel for Forward<'_> {
+    /// The usual calls are compiled by themselves where the lanes are fast, with `with` a constant
+    /// and no code for gates (`GATED`); the others make their choices block by block.
+    #[inline(always)]
+    fn run<L, T>(self)
+    where
+        T: Element,
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    {
+        if const { L::N < MAX_LANES } {
+            let with = self.with;
+            return self.rows::<L, T, true>(with);
+        }
+        match self.with {
+            ForwardWith::RMS => self.rows::<L, T, false>(ForwardWith::RMS),
+            ForwardWith::RMS_SUM => self.rows::<L, T, false>(ForwardWith::RMS_SUM),
+            ForwardWith::RMS_SUM_IN_PLACE => {
+                self.rows::<L, T, false>(ForwardWith::RMS_SUM_IN_PLACE);
+            }
+            ForwardWith::LAYER => self.rows::<L, T, false>(ForwardWith::LAYER),
+            with => self.rows::<L, T, true>(with),
+        }
+    }
+}
+
+impl Forward<'_> {
+    #[inline(always)]
+    fn rows<L, T, const GATED: bool>(mut self, with: ForwardWith)
+    where
+        T: Element,
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    {
+        let groups = Groups::new(self.factor.len(), self.options.groups);
+        let factor = groups.widen::<L>(self.factor.get());
+        let bias = groups.widen::<L>(self.bias.get());
+        let mut gates = gate_memory(with.gate, groups.len);
+        while let Some(row) = self.part.next::<T>() {
+            let ([x, residual, gate], [o, sum], [rstds, means]) =
+                (row.inputs, row.outputs, row.keeps);
+            if groups.len == 0 {
+                rstds.fill(scalar(f64::NAN));
+                means.fill(scalar(f64::NAN));
+                continue;
+            }
+            for group in 0..groups.count {
+                let (range, registers) = (groups.range(group), groups.registers(group));
+                let (rstd, mean) = ForwardGroup::<T> {
+                    x: &x[range.clone()],
+                    residual: of_group(residual, range.clone()),
+                    gate: of_group(gate, range.clone()),
+                    o: &mut o[range.clone()],
+                    sum: of_group_mut(sum, range),
+                    factor: &factor[registers.clone()],
+                    bias: of_group(&bias, registers),
+                    gates: &mut gates,
+                }
+                .normalize::<L, GATED>(with, &self.options, self.stream);
+                if let Some(kept) = rstds.get_mut(group) {
+                    *kept = rstd;
+                }
+                if let Some(kept) = means.get_mut(group) {
+                    *kept = mean;
+                }
+            }
+        }
+    }
+}
+
+/// Working memory for the values of a group's gate.
+#[inline(always)]
+fn gate_memory<R: Real>(gate: Option<GatePosition>, len: usize) -> Scratch<R> {
+    Scratch::new(match gate {
+        None => 0,
+        Some(_) if len > LONG => CHUNK,
+        Some(_) => len,
+    })
+}
+
+struct ForwardGroup<'r, T: Element> {
+    x: &'r [T],
+    residual: &'r [T],
+    gate: &'r [T],
+    o: &'r mut [T],
+    sum: &'r mut [T],
+    factor: &'r [T::Real],
+    bias: &'r [T::Real],
+    gates: &'r mut [T::Real],
+}
+
+/// What a pass over a group finds.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pass {
+    /// The mean, nearly.
+    Mean,
+    /// The mean square, and what is left of the mean.
+    Squares,
+    /// The output.
+    Output,
+}
+
+impl<T: Element> ForwardGroup<'_, T> {
+    /// Writes the output and returns rstd and the mean.
+    #[inline(always)]
+    fn normalize<L, const GATED: bool>(
+        self,
+        with: ForwardWith,
+        options: &Normalize,
+        stream: bool,
+    ) -> (T::Real, T::Real)
+    where
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    {
+        let len = self.x.len();
+        let zero = L::splat(Real::of(0.0));
+        let first = if with.center { Pass::Mean } else { Pass::Squares };
+        let (mut near_mean, mut delta, mut rstd) = (0.0, 0.0, 0.0);
+        let mut pass = first;
+        loop {
+            let (mut sum, mut sum_of_squares) = (0.0, 0.0);
+            let near = L::splat(scalar(near_mean));
+            let (rest, scale) = (L::splat(scalar(delta)), L::splat(scalar(rstd)));
+            let mut start = 0;
+            while start < len {
+                let chunk = start..len.min(start + CHUNK);
+                start = chunk.end;
+                // Where the gate's values of this chunk start in their memory.
+                let base = if len > LONG { chunk.start } else { 0 };
+                let gates_due = match with.gate {
+                    None => false,
+                    Some(GatePosition::Pre) => pass == first || len > LONG,
+                    Some(GatePosition::Post) => pass == Pass::Output,
+                };
+                if GATED && gates_due {
+                    gate_values::<L, T>(
+                        options.gate_act,
+                        self.gate,
+                        chunk.clone(),
+                        self.gates,
+                        base,
+                    );
+                }
+                match pass {
+                    Pass::Mean => {
+                        let mut sums = [zero; 2];
+                        blocks!(L in chunk, (i, k, whole) => {
+                            sums[k] = sums[k].add(self.load::<L>(with, i, base, whole).1);
+                        });
+                        sum += total(sums);
+                    }
+                    Pass::Squares => {
+                        let (mut sums, mut squares) = ([zero; 2], [zero; 2]);
+                        blocks!(L in chunk, (i, k, whole) => {
+                            let mut q = self.load::<L>(with, i, base, whole).1;
+                            if with.center {
+                                q = q.sub(near);
+                                if !whole {
+                                    q = inside(q, i, len);
+                                }
+                                sums[k] = sums[k].add(q);
+                            }
+                            squares[k] = q.mul_add(q, squares[k]);
+                        });
+                        if with.center {
+                            sum += total(sums);
+                        }
+                        sum_of_squares += total(squares);
+                    }
+                    Pass::Output => blocks!(L in chunk, (i, _k, whole) => {
+                        let (s, p) = self.load::<L>(with, i, base, whole);
+                        if with.keeps_sum {
+                            write(s, self.sum, i, whole, stream);
+                        }
+                        let q = if with.center { p.sub(near).sub(rest) } else { p };
+                        let (r, factor) = (q.mul(scale), L::get(self.factor, i));
+                        let mut o = if with.bias {
+                            r.mul_add(factor, L::get(self.bias, i))
+                        } else {
+                            r.mul(factor)
+                        };
+                        if with.gate == Some(GatePosition::Post) {
+                            o = o.mul(L::get(self.gates, i - base));
+                        }
+                        write(o, self.o, i, whole, stream);
+                    }),
+                }
+            }
+            match pass {
+                Pass::Mean => {
+                    near_mean = T::Real::of(sum / len as f64).to_f64();
+                    pass = Pass::Squares;
+                }
+                Pass::Squares => {
+                    delta = sum / len as f64;
+                    let mean_square = sum_of_squares / len as f64 - delta * delta;
+                    // Rounding must not make it negative; a NaN stays one.
+                    let mean_square = if mean_square < 0.0 { 0.0 } else { mean_square };
+                    rstd = 1.0 / (mean_square + options.eps).sqrt();
+                    pass = Pass::Output;
+                }
+                Pass::Output => return (scalar(rstd), scalar(near_mean + delta)),
+            }
+        }
+    }
+
+    /// x + residual, and what is normalized.
+    #[inline(always)]
+    fn load<L>(&self, with: ForwardWith, i: usize, base: usize, whole: bool) -> (L, L)
+    where
+        L: Lanes<Real = T::Real> + Memory<T>,
+    {
+        let x: L = read(self.x, i, whole);
+        let sum = match with.added {
+            Added::Nothing => x,
+            Added::Input => x.add(read(self.residual, i, whole)),
+            Added::InPlace => x.add(read(self.sum, i, whole)),
+        };
+        if with.gate == Some(GatePosition::Pre) {
+            (sum, sum.mul(L::get(self.gates, i - base)))
+        } else {
+            (sum, sum)
+        }
+    }
+}
+
+/// g(gate) of a chunk, in register order, from `chunk.start - base` of `values` on.
+#[inline(always)]
+fn gate_values<L, T>(act: Act, gate: &[T], chunk: Range<usize>, values: &mut [T::Real], base: usize)
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    specialized!(act => for i in chunk.step_by(L::N) {
+        act.value(read::<L, T>(gate, i, false)).set(values, i - base);
+    });
+}
+
+/// g(gate) and g'(gate) of a chunk.
+#[inline(always)]
+fn gate_values_and_slopes<L, T>(
+    act: Act,
+    gate: &[T],
+    chunk: Range<usize>,
+    values: &mut [T::Real],
+    slopes: &mut [T::Real],
+    base: usize,
+) where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    specialized!(act => for i in chunk.step_by(L::N) {
+        let (value, slope) = act.value_and_slope(read::<L, T>(gate, i, false));
+        value.set(values, i - base);
+        slope.set(slopes, i - base);
+    });
+}
+
+/// What takes part in a backward call, and what is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct BackwardWith {
+    residual: bool,
+    gate: Option<GatePosition>,
+    center: bool,
+    grad_sum: bool,
+    dx: bool,
+    dresidual: bool,
+    dgate: bool,
+    dweight: bool,
+    dbias: bool,
+}
+
+impl BackwardWith {
+    const RMS: Self = Self {
+        residual: false,
+        gate: None,
+        center: false,
+        grad_sum: false,
+        dx: true,
+        dresidual: false,
+        dgate: false,
+        dweight: true,
+        dbias: false,
+    };
+    const SRMS: Self = Self { dweight: false, ..Self::RMS };
+    const RMS_SUM: Self = Self { grad_sum: true, ..Self::RMS };
+    const LAYER: Self = Self { center: true, dbias: true, ..Self::RMS };
+
+    /// Whether the gradient of p is needed.
+    #[inline(always)]
+    fn dp(self) -> bool {
+        self.dx || self.dresidual || (self.dgate && self.gate == Some(GatePosition::Pre))
+    }
+}
+
+struct Backward<'r> {
+    options: Normalize,
+    with: BackwardWith,
+    factor: Reals<'r>,
+    bias: Reals<'r>,
+    part: Part<'r, 5, 3, 2, 0>,
+    stream: bool,
+    /// Where the gradients of the weight and of the bias, whichever are asked for, are summed.
+    sums: RealsMut<'r>,
+}
+
+impl Kernel for Backward<'_> {
+    /// As for [`Forward`].
+    #[inline(always)]
+    fn run<L, T>(self)
+    where
+        T: Element,
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    {
+        if const { L::N < MAX_LANES } {
+            let with = self.with;
+            return self.rows::<L, T, true>(with);
+        }
+        match self.with {
+            BackwardWith::RMS => self.rows::<L, T, false>(BackwardWith::RMS),
+            BackwardWith::SRMS => self.rows::<L, T, false>(BackwardWith::SRMS),
+            BackwardWith::RMS_SUM => self.rows::<L, T, false>(BackwardWith::RMS_SUM),
+            BackwardWith::LAYER => self.rows::<L, T, false>(BackwardWith::LAYER),
+            with => self.rows::<L, T, true>(with),
+        }
+    }
+}
+
+impl Backward<'_> {
+    #[inline(always)]
+    fn rows<L, T, const GATED: bool>(mut self, with: BackwardWith)
+    where
+        T: Element,
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    {
+        let groups = Groups::new(self.factor.len(), self.options.groups);
+        if groups.len == 0 {
+            return;
+        }
+        let factor = groups.widen::<L>(self.factor.get());
+        let bias = groups.widen::<L>(self.bias.get());
+        let mut gates = gate_memory(with.gate, groups.len);
+        let mut slopes = gate_memory(with.gate.filter(|_| with.dgate), groups.len);
+        let sums: &mut [T::Real] = self.sums.get();
+        let mut recent = Scratch::<T::Real>::zeros(sums.len());
+        let (dweight, dbias) = recent.split_at_mut(if with.dweight { groups.padded() } else { 0 });
+        let mut count = 0;
+        while let Some(row) = self.part.next::<T>() {
+            let ([grad, x, residual, gate, grad_sum], [dx, dresidual, dgate], [rstds, means]) =
+                (row.inputs, row.outputs, row.kept);
+            for (group, rstd) in rstds.iter().enumerate() {
+                let (range, registers) = (groups.range(group), groups.registers(group));
+                BackwardGroup::<T> {
+                    grad: &grad[range.clone()],
+                    x: &x[range.clone()],
+                    residual: of_group(residual, range.clone()),
+                    gate: of_group(gate, range.clone()),
+                    grad_sum: of_group(grad_sum, range.clone()),
+                    dx: of_group_mut(dx, range.clone()),
+                    dresidual: of_group_mut(dresidual, range.clone()),
+                    dgate: of_group_mut(dgate, range),
+                    factor: &factor[registers.clone()],
+                    bias: of_group(&bias, registers.clone()),
+                    dweight: of_group_mut(dweight, registers.clone()),
+                    dbias: of_group_mut(dbias, registers),
+                    gates: &mut gates,
+                    slopes: &mut slopes,
+                    rstd: rstd.to_f64(),
+                    mean: means.get(group).map_or(0.0, |mean| mean.to_f64()),
+                }
+                .gradients::<L, GATED>(with, &self.options, self.stream);
+            }
+            count += 1;
+            if count % RECENT == 0 {
+                add_recent::<L>(dweight, dbias, sums);
+            }
+        }
+        add_recent::<L>(dweight, dbias, sums);
+    }
+}
+
+/// Adds what was summed of late to the sums of the part, and starts anew.
+#[inline(always)]
+fn add_recent<L: Lanes>(dweight: &mut [L::Real], dbias: &mut [L::Real], sums: &mut [L::Real]) {
+    let (dweight_sums, dbias_sums) = sums.split_at_mut(dweight.len());
+    let zero = L::splat(Real::of(0.0));
+    for i in (0..dweight_sums.len()).step_by(L::N) {
+        L::get(dweight_sums, i).add(L::get(dweight, i)).set(dweight_sums, i);
+        zero.set(dweight, i);
+    }
+    for i in (0..dbias_sums.len()).step_by(L::N) {
+        L::get(dbias_sums, i).add(L::get(dbias, i)).set(dbias_sums, i);
+        zero.set(dbias, i);
+    }
+}
+
+struct BackwardGroup<'r, T: Element> {
+    grad: &'r [T],
+    x: &'r [T],
+    residual: &'r [T],
+    gate: &'r [T],
+    grad_sum: &'r [T],
+    dx: &'r mut [T],
+    dresidual: &'r mut [T],
+    dgate: &'r mut [T],
+    factor: &'r [T::Real],
+    bias: &'r [T::Real],
+    dweight: &'r mut [T::Real],
+    dbias: &'r mut [T::Real],
+    gates: &'r mut [T::Real],
+    slopes: &'r mut [T::Real],
+    rstd: f64,
+    mean: f64,
+}
+
+/// A block of what both passes of the backward start from.
+struct Loaded<L> {
+    /// The gradient that arrives.
+    grad: L,
+    /// The gate's value, if there is a gate.
+    gate: L,
+    /// x + residual.
+    sum: L,
+    /// p minus the kept mean.
+    q: L,
+    /// The gradient of the output before the gate.
+    grad1: L,
+    /// The gradient of r.
+    dr: L,
+}
+
+impl<T: Element> BackwardGroup<'_, T> {
+    #[inline(always)]
+    fn gradients<L, const GATED: bool>(self, with: BackwardWith, options: &Normalize, stream: bool)
+    where
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    {
+        let len = self.x.len();
+        let zero = L::splat(Real::of(0.0));
+        let (mean, rstd) = (L::splat(scalar(self.mean)), L::splat(scalar(self.rstd)));
+        let first = with.center || with.dp();
+        let mut summing = first;
+        // Sums over the group: of q, of dr and of q * dr.
+        let (mut sum_q, mut sum_dr, mut sum_qdr) = (0.0, 0.0, 0.0);
+        loop {
+            let per_element = 1.0 / len as f64;
+            let delta = sum_q * per_element;
+            let mean_dr = L::splat(scalar(sum_dr * per_element));
+            let mean_rdr = (sum_qdr - delta * sum_dr) * self.rstd * per_element;
+            let (delta, mean_rdr) = (L::splat(scalar(delta)), L::splat(scalar(mean_rdr)));
+            let mut start = 0;
+            while start < len {
+                let chunk = start..len.min(start + CHUNK);
+                start = chunk.end;
+                let base = if len > LONG { chunk.start } else { 0 };
+                if GATED && with.gate.is_some() && (summing == first || len > LONG) {
+                    let (act, chunk) = (options.gate_act, chunk.clone());
+                    let (gate, values, slopes) = (self.gate, &mut *self.gates, &mut *self.slopes);
+                    if with.dgate {
+                        gate_values_and_slopes::<L, T>(act, gate, chunk, values, slopes, base);
+                    } else {
+                        gate_values::<L, T>(act, gate, chunk, values, base);
+                    }
+                }
+                if summing {
+                    let (mut qs, mut drs, mut qdrs) = (zero, zero, [zero; 2]);
+                    blocks!(L in chunk, (i, k, whole) => {
+                        let at = self.load::<L>(with, mean, i, base, whole);
+                        qdrs[k] = at.q.mul_add(at.dr, qdrs[k]);
+                        if with.center {
+                            qs = qs.add(if whole { at.q } else { inside(at.q, i, len) });
+                            drs = drs.add(at.dr);
+                        }
+                    });
+                    sum_qdr += total(qdrs);
+                    if with.center {
+                        sum_q += qs.reduce_add().to_f64();
+                        sum_dr += drs.reduce_add().to_f64();
+                    }
+                    continue;
+                }
+                blocks!(L in chunk, (i, _k, whole) => {
+                    let at = self.load::<L>(with, mean, i, base, whole);
+                    let r = if with.center { at.q.sub(delta) } else { at.q }.mul(rstd);
+                    if with.dweight {
+                        at.grad1.mul_add(r, L::get(self.dweight, i)).set(self.dweight, i);
+                    }
+                    if with.dbias {
+                        L::get(self.dbias, i).add(at.grad1).set(self.dbias, i);
+                    }
+                    let dr = if with.center { at.dr.sub(mean_dr) } else { at.dr };
+                    let dp = r.neg_mul_add(mean_rdr, dr).mul(rstd);
+                    if with.dx || with.dresidual {
+                        let pre = with.gate == Some(GatePosition::Pre);
+                        let mut dx = if pre { dp.mul(at.gate) } else { dp };
+                        if with.grad_sum {
+                            dx = dx.add(read(self.grad_sum, i, whole));
+                        }
+                        if with.dx {
+                            write(dx, self.dx, i, whole, stream);
+                        }
+                        if with.dresidual {
+                            write(dx, self.dresidual, i, whole, stream);
+                        }
+                    }
+                    if GATED && with.dgate {
+                        let dvalue = if with.gate == Some(GatePosition::Pre) {
+                            dp.mul(at.sum)
+                        } else {
+                            let mut o1 = r.mul(L::get(self.factor, i));
+                            if !self.bias.is_empty() {
+                                o1 = o1.add(L::get(self.bias, i));
+                            }
+                            at.grad.mul(o1)
+                        };
+                        let slope = L::get(self.slopes, i - base);
+                        let mut dgate = dvalue.mul(slope);
+                        if options.gate_act == Act::Relu {
+                            // Cuts the gradient off whatever it is, as `Act::pull_back` does.
+                            dgate = L::select(slope.le(zero), zero, dgate);
+                        }
+                        write(dgate, self.dgate, i, whole, stream);
+                    }
+                });
+            }
+            if !summing {
+                return;
+            }
+            summing = false;
+        }
+    }
+
+    #[inline(always)]
+    fn load<L>(&self, with: BackwardWith, mean: L, i: usize, base: usize, whole: bool) -> Loaded<L>
+    where
+        L: Lanes<Real = T::Real> + Memory<T>,
+    {
+        let grad: L = read(self.grad, i, whole);
+        let mut sum: L = read(self.x, i, whole);
+        if with.residual {
+            sum = sum.add(read(self.residual, i, whole));
+        }
+        let gate = match with.gate {
+            Some(_) => L::get(self.gates, i - base),
+            None => sum,
+        };
+        let (p, grad1) = match with.gate {
+            None => (sum, grad),
+            Some(GatePosition::Pre) => (sum.mul(gate), grad),
+            Some(GatePosition::Post) => (sum, grad.mul(gate)),
+        };
+        let q = if with.center { p.sub(mean) } else { p };
+        Loaded { grad, gate, sum, q, grad1, dr: grad1.mul(L::get(self.factor, i)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Isa, with_isa};
+    use half::{bf16, f16};
+
+    /// Numbers that repeat from run to run, in -1..1.
+    fn numbers(len: usize, seed: u64) -> Vec<f64> {
+        let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+        let mut next = || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 11) as f64 / (1u64 << 52) as f64 - 1.0
+        };
+        (0..len).map(|_| next()).collect()
+    }
+
+    fn typed<T: Element>(values: &[f64]) -> Vec<T> {
+        values.iter().map(|&value| T::from_f64(value)).collect()
+    }
+
+    fn widened<T: Element>(values: &[T]) -> Vec<f64> {
+        values.iter().map(|value| value.to_f64()).collect()
+    }
+
+    /// The operands of a call with everything in it, as f64.
+    #[derive(Clone, Default)]
+    struct Case {
+        d: usize,
+        x: Vec<f64>,
+        residual: Option<Vec<f64>>,
+        gate: Option<Vec<f64>>,
+        weight: Option<Vec<f64>>,
+        bias: Option<Vec<f64>>,
+        grad: Vec<f64>,
+        grad_sum: Option<Vec<f64>>,
+    }
+
+    impl Case {
+        fn new(rows: usize, d: usize, gated: bool) -> Self {
+            let all = |seed| numbers(rows * d, seed);
+            Self {
+                d,
+                x: all(1),
+                residual: Some(all(2)),
+                gate: gated.then(|| all(3).iter().map(|v| 3.0 * v).collect()),
+                weight: Some(numbers(d, 4)),
+                bias: Some(numbers(d, 5)),
+                grad: all(6),
+                grad_sum: Some(all(7)),
+            }
+        }
+
+        fn rounded<T: Element>(self) -> Self {
+            let round = |v: Vec<f64>| widened(&typed::<T>(&v));
+            Self {
+                x: round(self.x),
+                residual: self.residual.map(round),
+                gate: self.gate.map(round),
+                grad: round(self.grad),
+                grad_sum: self.grad_sum.map(round),
+                ..self
+            }
+        }
+
+        fn rows(&self) -> usize {
+            self.x.len() / self.d
+        }
+    }
+
+    /// What a call gives, as f64.
+    #[derive(Debug, Clone, Default, PartialEq)]
+    struct Outcome {
+        o: Vec<f64>,
+        sum: Vec<f64>,
+        dx: Vec<f64>,
+        dresidual: Vec<f64>,
+        dgate: Vec<f64>,
+        dweight: Vec<f64>,
+        dbias: Vec<f64>,
+    }
+
+    fn act(act: Act, x: f64) -> (f64, f64) {
+        let x = [x];
+        let (one, x) = ([1.0], View::new(&x, &[1]).unwrap());
+        let value = act.forward(x).unwrap().as_slice::<f64>().unwrap()[0];
+        let slope = act.backward(x, View::new(&one, &[1]).unwrap()).unwrap();
+        (value, slope.as_slice::<f64>().unwrap()[0])
+    }
+
+    /// The formulas at the head of this file, element by element.
+    fn plain(norm: &Normalize, case: &Case) -> Outcome {
+        let (d, e) = (case.d, case.d / norm.groups);
+        let mut out = Outcome {
+            o: vec![0.0; case.x.len()],
+            dx: vec![0.0; case.x.len()],
+            dgate: vec![0.0; case.x.len()],
+            dweight: vec![0.0; d],
+            dbias: vec![0.0; d],
+            ..Outcome::default()
+        };
+        let residual = |i: usize| case.residual.as_ref().map_or(0.0, |v| v[i]);
+        out.sum = (0..case.x.len()).map(|i| case.x[i] + residual(i)).collect();
+        let (pre, post) = match (&case.gate, norm.gate_position) {
+            (None, _) => (false, false),
+            (_, GatePosition::Pre) => (true, false),
+            (_, GatePosition::Post) => (false, true),
+        };
+        let g: Vec<(f64, f64)> = match &case.gate {
+            Some(gate) => gate.iter().map(|&x| act(norm.gate_act, x)).collect(),
+            None => vec![(1.0, 0.0); case.x.len()],
+        };
+        let one = if norm.weight_form == WeightForm::OnePlus { 1.0 } else { 0.0 };
+        for start in (0..case.x.len()).step_by(e.max(1)) {
+            let at = start..start + e;
+            let mean = |f: &dyn Fn(usize) -> f64| at.clone().map(f).sum::<f64>() / e as f64;
+            let p = |i: usize| out.sum[i] * if pre { g[i].0 } else { 1.0 };
+            let m = if norm.center { mean(&p) } else { 0.0 };
+            let sigma = (mean(&|i| (p(i) - m).powi(2)) + norm.eps).sqrt();
+            let r = |i: usize| (p(i) - m) / sigma;
+            let w = |i: usize| norm.scale * case.weight.as_ref().map_or(1.0, |w| one + w[i % d]);
+            let o1 = |i: usize| w(i) * r(i) + case.bias.as_ref().map_or(0.0, |b| b[i % d]);
+            let do1 = |i: usize| case.grad[i] * if post { g[i].0 } else { 1.0 };
+            let dr = |i: usize| do1(i) * w(i);
+            let mean_rdr = mean(&|i| r(i) * dr(i));
+            let mean_dr = if norm.center { mean(&dr) } else { 0.0 };
+            let dp = |i: usize| (dr(i) - r(i) * mean_rdr - mean_dr) / sigma;
+            for i in at.clone() {
+                out.o[i] = o1(i) * if post { g[i].0 } else { 1.0 };
+                let arrives = case.grad_sum.as_ref().map_or(0.0, |v| v[i]);
+                out.dx[i] = dp(i) * if pre { g[i].0 } else { 1.0 } + arrives;
+                out.dgate[i] = g[i].1 * if pre { dp(i) * out.sum[i] } else { case.grad[i] * o1(i) };
+                out.dweight[i % d] += do1(i) * norm.scale * r(i);
+                out.dbias[i % d] += do1(i);
+            }
+        }
+        out.dresidual = out.dx.clone();
+        out
+    }
+
+    /// The same by the operator, forward then backward, into memory full of NaN.
+    fn run<T: Element>(norm: &Normalize, case: &Case) -> Result<Outcome> {
+        let (rows, d, n) = (case.rows(), case.d, case.x.len());
+        let shape = [rows, d];
+        let [x, grad] = [&case.x, &case.grad].map(|v| typed::<T>(v));
+        let optional = |v: &Option<Vec<f64>>| v.as_ref().map(|v| typed::<T>(v));
+        let (residual, gate, grad_sum) =
+            (optional(&case.residual), optional(&case.gate), optional(&case.grad_sum));
+        let parameter = |v: &Option<Vec<f64>>| v.as_ref().map(|v| typed::<T::Real>(v));
+        let (weight, bias) = (parameter(&case.weight), parameter(&case.bias));
+        let nan = T::from_f64(f64::NAN);
+        let [mut o, mut sum, mut dx, mut dresidual, mut dgate] = [(); 5].map(|()| vec![nan; n]);
+        let none = T::Real::of(f64::NAN);
+        let [mut rstd, mut mean] = [(); 2].map(|()| vec![none; rows * norm.groups]);
+        let [mut dweight, mut dbias] = [(); 2].map(|()| vec![none; d]);
+        let residual_view = residual.as_ref().map(|v| View::new(v, &shape).unwrap());
+        let gate_view = gate.as_ref().map(|v| View::new(v, &shape).unwrap());
+        let grad_sum_view = grad_sum.as_ref().map(|v| View::new(v, &shape).unwrap());
+        let weight_view = weight.as_ref().map(|v| View::new(v, &[d]).unwrap());
+        let bias_view = bias.as_ref().map(|v| View::new(v, &[d]).unwrap());
+        let statistics = [rows, norm.groups];
+        let x_view = View::new(&x, &shape)?;
+        norm.forward_into(NormalizeForward {
+            weight: weight_view,
+            bias: bias_view,
+            gate: gate_view,
+            residual: match residual_view {
+                Some(residual) => Residual::AddInto(residual, ViewMut::new(&mut sum, &shape)?),
+                None => Residual::None,
+            },
+            rstd: Some(ViewMut::new(&mut rstd, &statistics)?),
+            mean: if norm.center { Some(ViewMut::new(&mut mean, &statistics)?) } else { None },
+            ..NormalizeForward::new(x_view, ViewMut::new(&mut o, &shape)?)
+        })?;
+        norm.backward_into(NormalizeBackward {
+            residual: residual_view,
+            gate: gate_view,
+            weight: weight_view,
+            bias: bias_view,
+            mean: if norm.center { Some(View::new(&mean, &statistics)?) } else { None },
+            grad_residual_out: grad_sum_view,
+            dx: Some(ViewMut::new(&mut dx, &shape)?),
+            dresidual: Some(ViewMut::new(&mut dresidual, &shape)?),
+            dgate: gate.is_some().then(|| ViewMut::new(&mut dgate, &shape)).transpose()?,
+            dweight: weight.is_some().then(|| ViewMut::new(&mut dweight, &[d])).transpose()?,
+            dbias: Some(ViewMut::new(&mut dbias, &[d])?),
+            ..NormalizeBackward::new(
+                View::new(&grad, &shape)?,
+                x_view,
+                View::new(&rstd, &statistics)?,
+            )
+        })?;
+        Ok(Outcome {
+            o: widened(&o),
+            sum: if residual.is_some() { widened(&sum) } else { case.x.clone() },
+            dx: widened(&dx),
+            dresidual: widened(&dresidual),
+            dgate: if gate.is_some() { widened(&dgate) } else { vec![0.0; n] },
+            dweight: if weight.is_some() { widened(&dweight) } else { vec![0.0; d] },
+            dbias: widened(&dbias),
+        })
+    }
+
+    /// The largest difference, relative to the size of the largest element.
+    fn error(got: &[f64], want: &[f64]) -> f64 {
+        assert_eq!(got.len(), want.len());
+        let size = want.iter().fold(1e-3, |m: f64, w| m.max(w.abs()));
+        let apart = |(g, w): (&f64, &f64)| if g.is_nan() { f64::INFINITY } else { (g - w).abs() };
+        got.iter().zip(want).map(apart).fold(0.0, f64::max) / size
+    }
+
+    fn assert_close(got: &Outcome, want: &Outcome, bound: f64, what: &str) {
+        let all = |o: &Outcome| {
+            let Outcome { o, sum, dx, dresidual, dgate, dweight, dbias } = o.clone();
+            [o, sum, dx, dresidual, dgate, dweight, dbias]
+        };
+        let names = ["o", "sum", "dx", "dresidual", "dgate", "dweight", "dbias"];
+        for ((got, want), name) in all(got).iter().zip(all(want)).zip(names) {
+            let error = error(got, &want);
+            assert!(error <= bound, "{what}: {name} is off by {error:e}");
+        }
+    }
+
+    /// Options that matter together, for a row of `d`.
+    fn variants(d: usize) -> Vec<Normalize> {
+        let mut all = vec![
+            Normalize::rms_norm(),
+            Normalize::layer_norm(),
+            Normalize { scale: -1.5, weight_form: WeightForm::OnePlus, ..Normalize::rms_norm() },
+        ];
+        for groups in [2, 3] {
+            if d % groups == 0 {
+                all.push(Normalize::rms_norm().with_groups(groups));
+                all.push(Normalize { scale: 0.5, ..Normalize::layer_norm().with_groups(groups) });
+            }
+        }
+        for norm in all.clone() {
+            all.push(Normalize { gate_position: GatePosition::Post, ..norm });
+        }
+        all
+    }
+
+    #[test]
+    fn agrees_with_the_formulas() -> Result<()> {
+        for isa in Isa::available() {
+            with_isa(isa, || -> Result<()> {
+                for d in [1, 2, 7, 8, 9, 15, 16, 17, 30, 127, 2048] {
+                    for norm in variants(d) {
+                        for gated in [false, true] {
+                            let what = format!("{isa} d {d} gated {gated} {norm:?}");
+                            // A row of one, centered, is all rounding error over a tiny sigma.
+                            let norm = if d < 8 { norm.with_eps(0.1) } else { norm };
+                            let case = Case::new(3, d, gated);
+                            let want = plain(&norm, &case);
+                            assert_close(&run::<f64>(&norm, &case)?, &want, 1e-12, &what);
+                            let case = case.rounded::<f32>();
+                            let want = plain(&norm, &case);
+                            assert_close(&run::<f32>(&norm, &case)?, &want, 4e-6, &what);
+                            let case = case.rounded::<bf16>();
+                            let want = plain(&norm, &case);
+                            assert_close(&run::<bf16>(&norm, &case)?, &want, 4.1e-3, &what);
+                            let case = case.rounded::<f16>();
+                            let want = plain(&norm, &case);
+                            assert_close(&run::<f16>(&norm, &case)?, &want, 6e-4, &what);
+                        }
+                    }
+                }
+                Ok(())
+            })??;
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn long_rows() -> Result<()> {
+        for d in [100_003, 70_000] {
+            for norm in [Normalize::rms_norm(), Normalize::layer_norm()] {
+                for gated in [false, true] {
+                    let case = Case::new(2, d, gated).rounded::<f32>();
+                    let want = plain(&norm, &case);
+                    assert_close(&run::<f32>(&norm, &case)?, &want, 2e-6, &format!("{d} {norm:?}"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn every_gate() -> Result<()> {
+        for gate_act in Act::ALL {
+            for gate_position in [GatePosition::Pre, GatePosition::Post] {
+                for center in [false, true] {
+                    let norm =
+                        Normalize { gate_act, gate_position, center, ..Normalize::default() };
+                    for residual in [false, true] {
+                        let mut case = Case::new(4, 37, true);
+                        if !residual {
+                            (case.residual, case.grad_sum) = (None, None);
+                        }
+                        let what = format!("{norm:?}");
+                        let want = plain(&norm, &case);
+                        assert_close(&run::<f64>(&norm, &case)?, &want, 1e-11, &what);
+                        let case = case.rounded::<f32>();
+                        let want = plain(&norm, &case);
+                        assert_close(&run::<f32>(&norm, &case)?, &want, 1e-5, &what);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn gradients_are_those_of_the_forward() -> Result<()> {
+        // Central differences of sum(o * grad) + sum(sum * grad_sum), all operands but the weight.
+        for gate_position in [GatePosition::Pre, GatePosition::Post] {
+            for center in [false, true] {
+                let norm = Normalize {
+                    gate_position,
+                    center,
+                    gate_act: Act::Silu,
+                    weight_form: WeightForm::OnePlus,
+                    scale: 0.7,
+                    groups: 2,
+                    ..Normalize::default()
+                };
+                let case = Case::new(2, 6, true);
+                let loss = |case: &Case| -> f64 {
+                    let out = run::<f64>(&norm, case).unwrap();
+                    let sums = case.grad_sum.as_ref().unwrap();
+                    let o: f64 = out.o.iter().zip(&case.grad).map(|(a, b)| a * b).sum();
+                    o + out.sum.iter().zip(sums).map(|(a, b)| a * b).sum::<f64>()
+                };
+                let out = run::<f64>(&norm, &case)?;
+                type Pick = fn(&mut Case) -> &mut Vec<f64>;
+                let operands: [(Pick, &[f64]); 5] = [
+                    (|c| &mut c.x, &out.dx),
+                    (|c| c.residual.as_mut().unwrap(), &out.dresidual),
+                    (|c| c.gate.as_mut().unwrap(), &out.dgate),
+                    (|c| c.weight.as_mut().unwrap(), &out.dweight),
+                    (|c| c.bias.as_mut().unwrap(), &out.dbias),
+                ];
+                for (operand, (pick, gradient)) in operands.into_iter().enumerate() {
+                    for (i, want) in gradient.iter().enumerate() {
+                        let moved = |by: f64| {
+                            let mut case = case.clone();
+                            pick(&mut case)[i] += by;
+                            loss(&case)
+                        };
+                        let got = (moved(1e-5) - moved(-1e-5)) / 2e-5;
+                        assert!((got - want).abs() < 1e-7, "{operand} {i}: {got} {want} {norm:?}");
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_mean_far_above_the_deviation() -> Result<()> {
+        for isa in Isa::available() {
+            with_isa(isa, || -> Result<()> {
+                for mean in [1e4, 1e5, 1e6] {
+                    for d in [37, 1000, 5000] {
+                        let norm = Normalize::layer_norm();
+                        let mut case = Case::new(3, d, false);
+                        (case.residual, case.grad_sum) = (None, None);
+                        case.x.iter_mut().for_each(|x| *x = mean + 2.0 * *x);
+                        let case = case.rounded::<f32>();
+                        let want = plain(&norm, &case);
+                        let got = run::<f32>(&norm, &case)?;
+                        assert_close(&got, &want, 2e-6, &format!("{isa} mean {mean} d {d}"));
+                    }
+                }
+                Ok(())
+            })??;
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn constant_rows_are_zero_when_centered() -> Result<()> {
+        let x = [1234.567f32; 100];
+        let o = Normalize::layer_norm().forward(View::new(&x, &[2, 50])?, None)?;
+        assert!(o.as_slice::<f32>()?.iter().all(|&o| o == 0.0));
+        Ok(())
+    }
+
+    #[test]
+    fn dx_is_orthogonal_to_r() -> Result<()> {
+        let norm = Normalize::layer_norm().with_eps(0.0);
+        let (x, grad) = (numbers(500, 1), numbers(500, 2));
+        let [x, grad] = [View::new(&x, &[1, 500])?, View::new(&grad, &[1, 500])?];
+        let kept = norm.forward_keeping(x, None)?;
+        let dx = norm.backward(grad, x, None, &kept)?.dx;
+        let (r, dx) = (kept.o.as_slice::<f64>()?, dx.as_slice::<f64>()?);
+        assert!(dx.iter().zip(r).map(|(a, b)| a * b).sum::<f64>().abs() < 1e-12);
+        assert!(dx.iter().sum::<f64>().abs() < 1e-12);
+        Ok(())
+    }
+
+    #[test]
+    fn the_sum_in_place_is_the_sum() -> Result<()> {
+        for d in [19, 70_001] {
+            for gate in [false, true] {
+                let shape = [2, d];
+                let (x, residual) =
+                    (typed::<bf16>(&numbers(2 * d, 1)), typed::<bf16>(&numbers(2 * d, 2)));
+                let g = typed::<bf16>(&numbers(2 * d, 3));
+                let gate = if gate { Some(View::new(&g, &shape)?) } else { None };
+                let [mut o, mut sum, mut o2, mut o3] = [(); 4].map(|()| vec![bf16::NAN; 2 * d]);
+                let mut in_place = residual.clone();
+                let norm = Normalize::layer_norm();
+                let x = View::new(&x, &shape)?;
+                let residual_view = View::new(&residual, &shape)?;
+                norm.forward_into(NormalizeForward {
+                    gate,
+                    residual: Residual::AddInto(residual_view, ViewMut::new(&mut sum, &shape)?),
+                    ..NormalizeForward::new(x, ViewMut::new(&mut o, &shape)?)
+                })?;
+                norm.forward_into(NormalizeForward {
+                    gate,
+                    residual: Residual::AddInPlace(ViewMut::new(&mut in_place, &shape)?),
+                    ..NormalizeForward::new(x, ViewMut::new(&mut o2, &shape)?)
+                })?;
+                norm.forward_into(NormalizeForward {
+                    gate,
+                    residual: Residual::Add(residual_view),
+                    ..NormalizeForward::new(x, ViewMut::new(&mut o3, &shape)?)
+                })?;
+                assert!(sum == in_place && o == o2 && o == o3);
+                let added = x.to_f64_vec().into_iter().zip(widened(&residual));
+                assert!(added.zip(&sum).all(|((a, b), s)| bf16::from_f64(a + b) == *s));
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn from_the_kept_sum() -> Result<()> {
+        // Where the sum is exact, the backward from it is the backward from its addends.
+        let x: Vec<f32> = numbers(60, 1).iter().map(|v| (v * 64.0).round() as f32).collect();
+        let residual: Vec<f32> = x.iter().rev().copied().collect();
+        let sum: Vec<f32> = x.iter().zip(&residual).map(|(a, b)| a + b).collect();
+        let (grad, rstd) = (typed::<f32>(&numbers(60, 2)), [0.02f32, 0.03]);
+        let view = |v| View::new(v, &[2, 30]);
+        let (mut from_both, mut from_sum) = ([f32::NAN; 60], [f32::NAN; 60]);
+        let rstd = View::new(&rstd, &[2, 1])?;
+        let norm = Normalize::rms_norm();
+        norm.backward_into(NormalizeBackward {
+            residual: Some(view(&residual)?),
+            dresidual: Some(ViewMut::new(&mut from_both, &[2, 30])?),
+            ..NormalizeBackward::new(view(&grad)?, view(&x)?, rstd)
+        })?;
+        norm.backward_into(NormalizeBackward {
+            dx: Some(ViewMut::new(&mut from_sum, &[2, 30])?),
+            ..NormalizeBackward::new(view(&grad)?, view(&sum)?, rstd)
+        })?;
+        assert_eq!(from_both, from_sum);
+        Ok(())
+    }
+
+    #[test]
+    fn each_gradient_alone_is_the_same() -> Result<()> {
+        let (rows, d) = (20, 45);
+        let all = |seed| typed::<bf16>(&numbers(rows * d, seed));
+        let (x, gate, grad) = (all(1), all(2), all(3));
+        let (weight, bias) = (typed::<f32>(&numbers(d, 4)), typed::<f32>(&numbers(d, 5)));
+        for gate_position in [GatePosition::Pre, GatePosition::Post] {
+            for center in [false, true] {
+                let norm =
+                    Normalize { gate_position, center, groups: 3, ..Normalize::layer_norm() };
+                let kept = norm.forward_keeping(View::new(&x, &[rows, d])?, None)?;
+                let gradients = |ask: [bool; 5]| -> Result<_> {
+                    let [mut dx, mut dresidual, mut dgate] =
+                        [(); 3].map(|()| vec![bf16::ZERO; rows * d]);
+                    let (mut dweight, mut dbias) = (vec![f32::NAN; d], vec![bf16::NAN; d]);
+                    let shape = [rows, d];
+                    fn wish<'v, T: Element>(
+                        ask: bool,
+                        v: &'v mut [T],
+                        shape: &[usize],
+                    ) -> Option<ViewMut<'v>> {
+                        ask.then(|| ViewMut::new(v, shape).unwrap())
+                    }
+                    norm.backward_into(NormalizeBackward {
+                        gate: Some(View::new(&gate, &shape)?),
+                        weight: Some(View::new(&weight, &[d])?),
+                        bias: Some(View::new(&bias, &[d])?),
+                        mean: kept.mean.as_ref().map(Buffer::view),
+                        dx: wish(ask[0], &mut dx, &shape),
+                        dresidual: wish(ask[1], &mut dresidual, &shape),
+                        dgate: wish(ask[2], &mut dgate, &shape),
+                        dweight: wish(ask[3], &mut dweight, &[d]),
+                        dbias: wish(ask[4], &mut dbias, &[d]),
+                        ..NormalizeBackward::new(
+                            View::new(&grad, &shape)?,
+                            View::new(&x, &shape)?,
+                            kept.rstd.view(),
+                        )
+                    })?;
+                    Ok([
+                        widened(&dx),
+                        widened(&dresidual),
+                        widened(&dgate),
+                        widened(&dweight),
+                        widened(&dbias),
+                    ])
+                };
+                let all = gradients([true; 5])?;
+                assert!(all.iter().flatten().all(|v| v.is_finite()));
+                for i in 0..5 {
+                    let mut ask = [false; 5];
+                    ask[i] = true;
+                    assert_eq!(gradients(ask)?[i], all[i], "{i}");
+                }
+                gradients([false; 5])?;
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn strides_and_broadcasts() -> Result<()> {
+        // x as (2, 3, 10), stored as (3, 2, 16) and cut out of the middle; grad is one row for all.
+        let stored = typed::<f32>(&numbers(96, 1));
+        let x = View::new(&stored, &[3, 2, 16])?.narrow(2, 3, 10)?.permute(&[1, 0, 2])?;
+        let dense = typed::<f32>(&x.to_f64_vec());
+        let row = typed::<f32>(&numbers(10, 2));
+        let grad = View::new(&row, &[10])?.broadcast(&[2, 3, 10])?;
+        let grad_dense = typed::<f32>(&grad.to_f64_vec());
+        let weight = typed::<f64>(&numbers(20, 3));
+        let weight = View::strided(&weight, &[10], &[-2], 19)?;
+        let norm = Normalize::layer_norm().with_groups(2);
+        let dense = View::new(&dense, &[2, 3, 10])?;
+        let kept = norm.forward_keeping(dense, Some(weight))?;
+        let want =
+            norm.backward(View::new(&grad_dense, &[2, 3, 10])?, dense, Some(weight), &kept)?;
+
+        let mut o = vec![f32::NAN; 96];
+        let out = ViewMut::new(&mut o, &[3, 2, 16])?.narrow(2, 5, 10)?.permute(&[1, 0, 2])?;
+        let [mut rstd, mut mean] = [(); 2].map(|()| vec![f32::NAN; 12]);
+        let statistics =
+            |v| -> Result<ViewMut<'_>> { ViewMut::new(v, &[3, 2, 2])?.permute(&[1, 0, 2]) };
+        norm.forward_into(NormalizeForward {
+            weight: Some(weight),
+            rstd: Some(statistics(&mut rstd)?),
+            mean: Some(statistics(&mut mean)?),
+            ..NormalizeForward::new(x, out)
+        })?;
+        let got = View::new(&o, &[3, 2, 16])?.narrow(2, 5, 10)?.permute(&[1, 0, 2])?;
+        assert_eq!(got.to_f64_vec(), kept.o.view().to_f64_vec());
+        assert_eq!(o.iter().filter(|v| v.is_nan()).count(), 36); // nothing beside it was written
+
+        let mut dx = vec![f32::NAN; 60];
+        let mut dweight = vec![f64::NAN; 20];
+        let statistics = |v| -> Result<View<'_>> { View::new(v, &[3, 2, 2])?.permute(&[1, 0, 2]) };
+        norm.backward_into(NormalizeBackward {
+            weight: Some(weight),
+            mean: Some(statistics(&mean)?),
+            dx: Some(ViewMut::new(&mut dx, &[3, 2, 10])?.permute(&[1, 0, 2])?),
+            dweight: Some(ViewMut::strided(&mut dweight, &[10], &[2], 0)?),
+            ..NormalizeBackward::new(grad, x, statistics(&rstd)?)
+        })?;
+        let dx = View::new(&dx, &[3, 2, 10])?.permute(&[1, 0, 2])?;
+        assert_eq!(dx.to_f64_vec(), want.dx.view().to_f64_vec());
+        let dweight: Vec<f64> = dweight.iter().step_by(2).copied().collect();
+        assert_eq!(dweight, want.dweight.unwrap().to_vec::<f64>()?);
+        Ok(())
+    }
+
+    #[test]
+    fn threads_and_batches_do_not_matter() -> Result<()> {
+        let (rows, d) = (999, 700);
+        for (norm, gated) in
+            [(Normalize::rms_norm(), false), (Normalize::layer_norm().with_groups(4), true)]
+        {
+            let mut case = Case::new(rows, d, gated);
+            let with = |threads: usize| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                pool.install(|| run::<bf16>(&norm, &case))
+            };
+            let one = with(1)?;
+            for threads in [2, 3, 7] {
+                assert!(with(threads)? == one, "{threads} threads");
+            }
+            // The last rows by themselves.
+            let skip = (rows - 2) * d;
+            let (x, grad) = (&mut case.x, &mut case.grad);
+            for operand in [Some(x), Some(grad)]
+                .into_iter()
+                .chain([case.residual.as_mut(), case.gate.as_mut(), case.grad_sum.as_mut()])
+                .flatten()
+            {
+                operand.drain(..skip);
+            }
+            let alone = run::<bf16>(&norm, &case)?;
+            assert!(alone.o == one.o[skip..] && alone.dx == one.dx[skip..]);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn many_rows_do_not_wear_out_the_sums() -> Result<()> {
+        // Every row adds the same to dbias and, nearly, to dweight.
+        let rows = 200_000;
+        let x = vec![0.5f32; 2];
+        let x = View::new(&x, &[1, 2])?.broadcast(&[rows, 2])?;
+        let rstd = [2.0f32];
+        let rstd = View::new(&rstd, &[1, 1])?.broadcast(&[rows, 1])?;
+        let weight = [1.0f32; 2];
+        let (mut dweight, mut dbias) = ([f32::NAN; 2], [f32::NAN; 2]);
+        let grad = [0.1f32, 0.3];
+        let grad = View::new(&grad, &[1, 2])?.broadcast(&[rows, 2])?;
+        Normalize::rms_norm().backward_into(NormalizeBackward {
+            weight: Some(View::new(&weight, &[2])?),
+            dweight: Some(ViewMut::new(&mut dweight, &[2])?),
+            dbias: Some(ViewMut::new(&mut dbias, &[2])?),
+            ..NormalizeBackward::new(grad, x, rstd)
+        })?;
+        for (got, want) in [(dweight, [20_000.0, 60_000.0]), (dbias, [20_000.0, 60_000.0])] {
+            assert!(error(&widened(&got), &want) < 2e-6, "{got:?}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn nan_and_infinity_stay_in_their_group() -> Result<()> {
+        for bad in [f32::NAN, f32::INFINITY] {
+            let mut x = typed::<bf16>(&numbers(40, 1));
+            x[13] = bf16::from_f32(bad);
+            let o =
+                Normalize::layer_norm().with_groups(2).forward(View::new(&x, &[2, 20])?, None)?;
+            let o = o.to_vec::<bf16>()?;
+            assert!(o[..10].iter().chain(&o[20..]).all(|v| v.is_finite()));
+            assert!(o[10..20].iter().all(|v| v.is_nan()));
+        }
+        // A mean square beyond f32 has sigma infinite.
+        let x = [1e20f32, -1e20, 3e19, 0.0];
+        let o = Normalize::rms_norm().forward(View::new(&x, &[1, 4])?, None)?;
+        assert_eq!(o.as_slice::<f32>()?, [0.0; 4]);
+        // Any NaN in what was kept comes out as one.
+        let (x, grad) = ([bf16::ONE; 3], [bf16::ONE; 3]);
+        let rstd = [f32::from_bits(0x7FFF_FFFF)];
+        let mut dx = [bf16::ONE; 3];
+        Normalize::rms_norm().backward_into(NormalizeBackward {
+            dx: Some(ViewMut::new(&mut dx, &[1, 3])?),
+            ..NormalizeBackward::new(
+                View::new(&grad, &[1, 3])?,
+                View::new(&x, &[1, 3])?,
+                View::new(&rstd, &[1, 1])?,
+            )
+        })?;
+        assert!(dx.iter().all(|v| v.is_nan()));
+        Ok(())
+    }
+
+    #[test]
+    fn a_relu_gate_cuts_any_gradient() -> Result<()> {
+        let (x, gate, grad) = ([1.0f32, 2.0], [-1.0f32, 1.0], [f32::INFINITY, 1.0]);
+        let (rstd, mut dgate) = ([1.0f32], [f32::NAN; 2]);
+        let norm = Normalize {
+            gate_act: Act::Relu,
+            gate_position: GatePosition::Post,
+            ..Normalize::rms_norm()
+        };
+        norm.backward_into(NormalizeBackward {
+            gate: Some(View::new(&gate, &[1, 2])?),
+            dgate: Some(ViewMut::new(&mut dgate, &[1, 2])?),
+            ..NormalizeBackward::new(
+                View::new(&grad, &[1, 2])?,
+                View::new(&x, &[1, 2])?,
+                View::new(&rstd, &[1, 1])?,
+            )
+        })?;
+        assert_eq!(dgate, [0.0, 2.0]);
+        Ok(())
+    }
+
+    #[test]
+    fn empty_tensors() -> Result<()> {
+        let none: [f32; 0] = [];
+        let norm = Normalize::layer_norm();
+        for shape in [[0, 4], [3, 0], [0, 0]] {
+            let x = View::new(&none, &shape)?;
+            let weight = vec![1.0f32; shape[1]];
+            let weight = View::new(&weight, &[shape[1]])?;
+            let kept = norm.forward_keeping(x, Some(weight))?;
+            assert_eq!((kept.o.len(), kept.rstd.len()), (0, shape[0]));
+            assert!(kept.rstd.as_slice::<f32>()?.iter().all(|v| v.is_nan()));
+            let gradients = norm.backward(x, x, Some(weight), &kept)?;
+            assert!(gradients.dx.is_empty());
+            assert_eq!(gradients.dweight.unwrap().to_vec::<f32>()?, vec![0.0; shape[1]]);
+        }
+        let huge = norm.with_groups(usize::MAX).forward(View::new(&none, &[3, 0])?, None)?;
+        assert!(huge.is_empty());
+        Ok(())
+    }
+
+    #[test]
+    fn errors_name_what_is_wrong() -> Result<()> {
+        let (x, three, wide) = ([1.0f32; 8], [1.0f32; 3], [1.0f64; 8]);
+        let x = View::new(&x, &[2, 4])?;
+        let three = View::new(&three, &[3])?;
+        let forward = |norm: Normalize, weight| norm.forward(x, weight).unwrap_err().to_string();
+        let rms = Normalize::rms_norm();
+        for (norm, weight, expected) in [
+            (
+                rms,
+                Some(three),
+                "normalize: weight has shape [3], expected [4] (last dimension of x)",
+            ),
+            (
+                rms.with_eps(f64::NAN),
+                None,
+                "normalize: eps is NaN, expected a finite number from 0 on",
+            ),
+            (rms.with_eps(-1.0), None, "normalize: eps is -1, expected a finite number from 0 on"),
+            (
+                Normalize { scale: f64::INFINITY, ..rms },
+                None,
+                "normalize: scale is inf, expected a finite number",
+            ),
+            (rms.with_groups(0), None, "normalize: groups is 0, expected at least 1"),
+            (
+                rms.with_groups(3),
+                None,
+                "normalize: groups is 3, expected a divisor of 4 (last dimension of x)",
+            ),
+        ] {
+            assert_eq!(forward(norm, weight), expected);
+        }
+        let scalar = [1.0f32];
+        let error = rms.forward(View::new(&scalar, &[])?, None).unwrap_err();
+        assert_eq!(error.argument(), "x");
+
+        // Each fault of the forward's operands.
+        let mut memory = [0.0f32; 64];
+        let mut rest = &mut memory[..];
+        let mut take = |len: usize, shape: &[usize]| {
+            let (head, tail) = std::mem::take(&mut rest).split_at_mut(len);
+            rest = tail;
+            ViewMut::new(head, shape)
+        };
+        let wide = View::new(&wide, &[2, 4])?;
+        let base = |o| NormalizeForward::new(x, o);
+        let o = take(8, &[2, 4])?;
+        let fault = |call| rms.forward_into(call).unwrap_err().to_string();
+        assert_eq!(
+            fault(NormalizeForward { gate: Some(wide), ..base(o) }),
+            "normalize: gate has dtype f64, expected f32 (dtype of x)"
+        );
+        assert_eq!(
+            fault(NormalizeForward { mean: Some(take(2, &[2, 1])?), ..base(take(8, &[2, 4])?) }),
+            "normalize: mean is given, expected none (center is off)"
+        );
+        assert_eq!(
+            fault(NormalizeForward { rstd: Some(take(2, &[1, 2])?), ..base(take(8, &[2, 4])?) }),
+            "normalize: rstd has shape [1, 2], expected [2, 1] (from x [2, 4])"
+        );
+        assert_eq!(
+            fault(NormalizeForward {
+                residual: Residual::AddInPlace(take(4, &[1, 4])?),
+                ..base(take(8, &[2, 4])?)
+            }),
+            "normalize: residual has shape [1, 4], expected [2, 4] (from x [2, 4])"
+        );
+        assert_eq!(
+            fault(NormalizeForward { bias: Some(three), ..base(take(8, &[2, 4])?) }),
+            "normalize: bias has shape [3], expected [4] (last dimension of x)"
+        );
+
+        // And of the backward's.
+        let rstd = [1.0f32; 2];
+        let rstd = View::new(&rstd, &[2, 1])?;
+        let base = || NormalizeBackward::new(x, x, rstd);
+        fn backward_fault(norm: Normalize, call: NormalizeBackward<'_>) -> String {
+            norm.backward_into(call).unwrap_err().to_string()
+        }
+        let [mut a, mut b] = [[0.0f32; 8], [0.0f32; 8]];
+        assert_eq!(
+            backward_fault(Normalize::layer_norm(), base()),
+            "normalize: mean is missing, expected the mean that the forward kept (center is on)"
+        );
+        assert_eq!(
+            backward_fault(rms, NormalizeBackward { mean: Some(rstd), ..base() }),
+            "normalize: mean is given, expected none (center is off)"
+        );
+        assert_eq!(
+            backward_fault(
+                rms,
+                NormalizeBackward { dgate: Some(ViewMut::new(&mut a, &[2, 4])?), ..base() }
+            ),
+            "normalize: dgate is given, expected none (there is no gate)"
+        );
+        assert_eq!(
+            backward_fault(
+                rms,
+                NormalizeBackward { dweight: Some(ViewMut::new(&mut a[..4], &[4])?), ..base() }
+            ),
+            "normalize: dweight is given, expected none (there is no weight)"
+        );
+        assert_eq!(
+            backward_fault(
+                rms,
+                NormalizeBackward { dbias: Some(ViewMut::new(&mut a, &[8])?), ..base() }
+            ),
+            "normalize: dbias has shape [8], expected [4] (last dimension of x)"
+        );
+        assert_eq!(
+            backward_fault(rms, NormalizeBackward { rstd: x, ..base() }),
+            "normalize: rstd has shape [2, 4], expected [2, 1] (from x [2, 4])"
+        );
+        assert_eq!(
+            backward_fault(
+                rms,
+                NormalizeBackward { dx: Some(ViewMut::new(&mut b[..4], &[1, 4])?), ..base() }
+            ),
+            "normalize: dx has shape [1, 4], expected [2, 4] (from x [2, 4])"
+        );
+        // SAFETY: the memory is the array's; the call has to refuse it before it touches it.
+        let over = unsafe { ViewMut::from_raw(b.as_mut_ptr().cast(), DType::F32, &[4], &[1])? };
+        assert_eq!(
+            backward_fault(
+                rms,
+                NormalizeBackward {
+                    dx: Some(ViewMut::new(&mut b, &[2, 4])?),
+                    dbias: Some(over),
+                    ..base()
+                }
+            ),
+            "normalize: dbias overlaps dx in memory, expected memory of its own"
+        );
+        Ok(())
     }
 }

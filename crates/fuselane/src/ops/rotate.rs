@@ -109,7 +109,8 @@ impl Rotate<'_> {
         self.encode(x, angles.into(), o)
     }
 
-    /// The forward without type parameters, so that its kernels are compiled in this crate alone.
+    /// [`Rotate::forward_into`] without type parameters, so that kernels are compiled once, in
+    /// this crate, and not again in each that calls it.
     fn encode(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()> {
         let [_, _, _, d] = tokens::dimensions("rotate", "x", &x, self.layout)?;
         let rotation = self.rotation(angles, d)?;

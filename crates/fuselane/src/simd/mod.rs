@@ -159,13 +159,34 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
     /// The block at `i` of a row, with `fill` past the row's end.
     #[inline(always)]
     fn read(row: &[T], i: usize, fill: T::Real) -> Self {
-        // SAFETY: the row holds the `N` elements from `i`, or those up to its end.
+        if i + Self::N <= row.len() {
+            // SAFETY: the row holds the `N` elements from `i`.
+            unsafe { Self::load(row.as_ptr().add(i)) }
+        } else {
+            // SAFETY: a block holds `MAX_LANES >= N` elements.
+            unsafe { Self::load(row_end(row, i, fill).as_ptr()) }
+        }
+    }
+
+    /// The block at `i` of a row, which has to hold it.
+    #[inline(always)]
+    fn read_whole(row: &[T], i: usize) -> Self {
+        assert!(i + Self::N <= row.len());
+        // SAFETY: just checked.
+        unsafe { Self::load(row.as_ptr().add(i)) }
+    }
+
+    /// Writes the block at `i` of a row, which has to hold it; `stream` as for [`Memory::write`].
+    #[inline(always)]
+    fn write_whole(self, row: &mut [T], i: usize, stream: bool) {
+        assert!(i + Self::N <= row.len());
+        // SAFETY: just checked; so is the alignment.
         unsafe {
-            if i + Self::N <= row.len() {
-                Self::load(row.as_ptr().add(i))
+            let p = row.as_mut_ptr().add(i);
+            if stream && (p as usize).is_multiple_of(STREAM_ALIGN) {
+                self.stream(p);
             } else {
-                let i = i.min(row.len());
-                Self::load_part(row.as_ptr().add(i), row.len() - i, fill)
+                self.store(p);
             }
         }
     }
@@ -174,82 +195,35 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
     /// and the address allows it.
     #[inline(always)]
     fn write(self, row: &mut [T], i: usize, stream: bool) {
-        // SAFETY: the row holds the `N` elements from `i`, or those up to its end; the alignment
-        // is checked.
-        unsafe {
-            if i + Self::N <= row.len() {
-                let p = row.as_mut_ptr().add(i);
-                if stream && (p as usize) % STREAM_ALIGN == 0 {
-                    self.stream(p);
-                } else {
-                    self.store(p);
-                }
-            } else {
-                let i = i.min(row.len());
-                self.store_part(row.as_mut_ptr().add(i), row.len() - i);
-            }
-        }
-    }
-
-    /// Loads `len < N` elements; the rest is `fill`.
-    ///
-    /// # Safety
-    /// `p` points to `len` readable elements.
-    #[inline(always)]
-    unsafe fn load_part(p: *const T, len: usize, fill: T::Real) -> Self {
-        let mut block = [T::from_real(fill); MAX_LANES];
-        // SAFETY: `len < N <= MAX_LANES`, and `block` holds `MAX_LANES` elements.
-        unsafe {
-            copy_part(p, block.as_mut_ptr(), len);
-            Self::load(block.as_ptr())
-        }
-    }
-
-    /// Stores the first `len < N` elements.
-    ///
-    /// # Safety
-    /// `p` points to `len` writable elements.
-    #[inline(always)]
-    unsafe fn store_part(self, p: *mut T, len: usize) {
-        let mut block = [T::default(); MAX_LANES];
-        // SAFETY: `len < N <= MAX_LANES`, and `block` holds `MAX_LANES` elements.
-        unsafe {
-            self.store(block.as_mut_ptr());
-            copy_part(block.as_ptr(), p, len);
+        if i + Self::N <= row.len() {
+            self.write_whole(row, i, stream);
+        } else {
+            let mut block = [T::default(); MAX_LANES];
+            // SAFETY: a block holds `MAX_LANES >= N` elements.
+            unsafe { self.store(block.as_mut_ptr()) };
+            write_row_end(&block, row, i);
         }
     }
 }
 
-/// Copies `len < MAX_LANES` elements without a call, which would empty the registers of the loop
-/// around it.
-///
-/// # Safety
-/// `from` points to `len` readable elements and `to` to `len` writable ones, elsewhere.
-#[inline(always)]
-unsafe fn copy_part<T: Copy>(from: *const T, to: *mut T, len: usize) {
-    const { assert!(MAX_LANES == 16) };
-    let mut at = 0;
-    // SAFETY: the steps taken are the bits of `len`, so they end there.
-    unsafe {
-        if len & 8 != 0 {
-            to.cast::<[T; 8]>().write_unaligned(from.cast::<[T; 8]>().read_unaligned());
-            at = 8;
-        }
-        if len & 4 != 0 {
-            to.add(at)
-                .cast::<[T; 4]>()
-                .write_unaligned(from.add(at).cast::<[T; 4]>().read_unaligned());
-            at += 4;
-        }
-        if len & 2 != 0 {
-            to.add(at)
-                .cast::<[T; 2]>()
-                .write_unaligned(from.add(at).cast::<[T; 2]>().read_unaligned());
-            at += 2;
-        }
-        if len & 1 != 0 {
-            to.add(at).write(from.add(at).read());
-        }
+/// The last elements of a row, from `i` on, and `fill` behind them. Out of line, so that the
+/// loops around it stay small.
+#[cold]
+#[inline(never)]
+fn row_end<T: Element>(row: &[T], i: usize, fill: T::Real) -> [T; MAX_LANES] {
+    let mut block = [T::from_real(fill); MAX_LANES];
+    for (to, &from) in block.iter_mut().zip(row.get(i..).unwrap_or_default()) {
+        *to = from;
+    }
+    block
+}
+
+/// Writes the last elements of a row, from `i` on.
+#[cold]
+#[inline(never)]
+fn write_row_end<T: Element>(block: &[T; MAX_LANES], row: &mut [T], i: usize) {
+    for (&from, to) in block.iter().zip(row.get_mut(i..).unwrap_or_default()) {
+        *to = from;
     }
 }
 
