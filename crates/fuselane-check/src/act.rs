@@ -64,7 +64,7 @@ impl fmt::Display for Sweep {
 
 impl Sweep {
     fn inputs(&self, dtype: DType) -> Vec<f64> {
-        let (part, step) = (self.part as u32, (u32::MAX / INPUTS as u32 + 1) / self.parts as u32);
+        let part = self.part as u32;
         match dtype {
             DType::F16 => (0..=u16::MAX).map(|bits| half::f16::from_bits(bits).to_f64()).collect(),
             DType::BF16 => (0..=u16::MAX).map(|b| half::bf16::from_bits(b).to_f64()).collect(),
@@ -78,11 +78,12 @@ impl Sweep {
                 let stride = (high - low) / (INPUTS as u32 / 2) / (self.parts as u32 - 1);
                 let bits = (0..INPUTS as u32 / 2)
                     .map(|i| low + (i * (self.parts as u32 - 1) + part - 1) * stride);
-                bits.flat_map(|bits| [bits, bits | 1 << 31]).map(|b| f32::from_bits(b).into()).collect()
+                bits.flat_map(|bits| [bits, bits | 1 << 31])
+                    .map(|b| f32::from_bits(b).into())
+                    .collect()
             }
             DType::F64 => {
                 let mut random = Random::new(part.into());
-                let _ = step;
                 (0..INPUTS)
                     .map(|_| {
                         let sign = if random.bits() & 1 == 0 { 1.0 } else { -1.0 };

@@ -5,9 +5,7 @@ use std::fmt;
 
 use fuselane::reference::angles::{Gradients, Input};
 use fuselane::reference::{self};
-use fuselane::{
-    Angles, Cosine, CosineBackward, DType, FusedAct, Isa, Result, View, ViewMut,
-};
+use fuselane::{Angles, Cosine, CosineBackward, DType, FusedAct, Isa, Result, View, ViewMut};
 
 use crate::encoding::{self, BATCH, Encode, ORDERS, PLACEMENTS, THETA_DTYPES, Tokens, fused_acts};
 use crate::outcome::Outcomes;
@@ -44,7 +42,9 @@ pub(crate) fn cases() -> Vec<Box<dyn Case>> {
                             let columns = match shared_frequency {
                                 true => 1,
                                 // Now and then more than there are features for.
-                                false => d.div_ceil(placement.axes()) + usize::from(i % 7 == 0),
+                                false => {
+                                    d.div_ceil(placement.axes()) + usize::from(i.is_multiple_of(7))
+                                }
                             };
                             let options = Cosine {
                                 act,
@@ -61,7 +61,7 @@ pub(crate) fn cases() -> Vec<Box<dyn Case>> {
                                 theta_dtype: THETA_DTYPES[i / 3 % 4],
                                 count: d,
                                 table,
-                                with_x: i % 5 == 0,
+                                with_x: i.is_multiple_of(5),
                                 seed: i as u64,
                             };
                             cases.push(Box::new(Waves { options, tokens }));

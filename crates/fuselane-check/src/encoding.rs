@@ -3,8 +3,8 @@
 
 use std::fmt;
 
-use fuselane::reference::angles::{Gradients, Input};
 use fuselane::reference::Random;
+use fuselane::reference::angles::{Gradients, Input};
 use fuselane::{
     Act, AngleTable, Angles, DType, FusedAct, Isa, Positions, Result, TokenLayout, View, ViewMut,
     with_isa,
@@ -28,7 +28,7 @@ pub(crate) struct Placement {
 pub(crate) const BATCH: usize = 2;
 
 /// Positions of six tokens in two batch entries.
-const GIVEN: [i64; 12] = [3, -1, 4, 1, 5, -9, 2, 65536, 5, 3, 5, 8];
+const GIVEN: [i64; 12] = [3, -1, 4, 1, 5, -9, 2, 77, 5, 3, 5, 8];
 
 /// One of each kind.
 pub(crate) const PLACEMENTS: [Placement; 13] = {
@@ -72,9 +72,14 @@ impl Placement {
     fn table(&self, theta: View<'_>, count: usize, dtype: DType) -> Result<AngleTable> {
         let range = match self.positions {
             Positions::Grid(grid) => return AngleTable::for_grid(theta, count, grid, dtype),
-            Positions::From(offset) => offset.min(0)..offset + self.tokens as i64,
+            // Extra tokens stand at 0.
+            Positions::From(offset) if self.extra_tokens > 0 => {
+                offset.min(0)..offset + self.tokens as i64
+            }
+            Positions::From(offset) => offset..offset + self.tokens as i64,
             Positions::PerToken(given) | Positions::PerBatch(given) => {
-                given.iter().copied().min().unwrap_or(0)..given.iter().copied().max().unwrap_or(0) + 1
+                given.iter().copied().min().unwrap_or(0)
+                    ..given.iter().copied().max().unwrap_or(0) + 1
             }
         };
         AngleTable::for_sequence(theta, count, range, dtype)
@@ -240,8 +245,11 @@ pub(crate) fn run(
     for &isa in isas {
         let call = Call { case, bounds, dtype, isa };
         let result = with_isa(isa, || -> Result<()> {
-            let table = placement.table(theta.view(), count, dtype)?;
-            let angles = if tokens.table { (&table).into() } else { theta.view().into() };
+            let table = match tokens.table {
+                true => Some(placement.table(theta.view(), count, dtype)?),
+                false => None,
+            };
+            let angles = table.as_ref().map_or(theta.view().into(), Angles::from);
             let (x, grad) = (order.view(&x)?, order.view(&grad)?);
 
             let mut o = Tensor::unwritten(dtype, &order.shape(o_dims));

@@ -32,8 +32,10 @@
 pub mod act;
 pub mod cosine;
 mod encoding;
+pub mod normalize;
 mod outcome;
 pub mod rotate;
+pub mod softmax;
 mod tensor;
 
 use std::fmt;
@@ -50,6 +52,10 @@ pub use outcome::{Bound, Outcome};
 pub enum Operator {
     /// Elementwise activations.
     Act,
+    /// Softmax and its logarithm.
+    Softmax,
+    /// Normalization.
+    Normalize,
     /// Rotary encoding.
     Rotate,
     /// Cosine encoding.
@@ -58,12 +64,15 @@ pub enum Operator {
 
 impl Operator {
     /// All of them, in the order of the documentation.
-    pub const ALL: [Self; 3] = [Self::Act, Self::Rotate, Self::Cosine];
+    pub const ALL: [Self; 5] =
+        [Self::Act, Self::Softmax, Self::Normalize, Self::Rotate, Self::Cosine];
 
     /// The name used in the documentation and on command lines.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Act => "act",
+            Self::Softmax => "softmax",
+            Self::Normalize => "normalize",
             Self::Rotate => "rotate",
             Self::Cosine => "cosine",
         }
@@ -72,6 +81,8 @@ impl Operator {
     fn cases(self, effort: Effort) -> Vec<Box<dyn Case>> {
         match self {
             Self::Act => act::cases(effort),
+            Self::Softmax => effort.thin(softmax::cases()),
+            Self::Normalize => effort.thin(normalize::cases()),
             Self::Rotate => effort.thin(rotate::cases()),
             Self::Cosine => effort.thin(cosine::cases()),
         }
@@ -167,8 +178,10 @@ pub fn run(selection: &Selection, progress: &mut dyn FnMut(Progress)) -> Vec<Out
     let (mut done, mut outcomes) = (0, Vec::new());
     for (operator, cases) in &matrices {
         let mut of_operator = Outcomes::new(*operator);
-        let jobs: Vec<_> =
-            cases.iter().flat_map(|case| selection.dtypes.iter().map(move |d| (case, *d))).collect();
+        let jobs: Vec<_> = cases
+            .iter()
+            .flat_map(|case| selection.dtypes.iter().map(move |d| (case, *d)))
+            .collect();
         for chunk in jobs.chunks(256) {
             progress(Progress { operator: *operator, done, total });
             let found = chunk

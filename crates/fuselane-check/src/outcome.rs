@@ -44,8 +44,8 @@ impl fmt::Display for Bound {
     }
 }
 
-/// The worst of all elements of one output, for one dtype and instruction set: the one that comes
-/// closest to its bound, or exceeds it most.
+/// The worst of all elements of one output, for one dtype and instruction set: the one with the
+/// largest error of the arithmetic, relative to its bound.
 #[derive(Debug, Clone)]
 pub struct Outcome {
     /// The operator.
@@ -65,6 +65,10 @@ pub struct Outcome {
     pub worst: f64,
     /// What is promised of it, in the same unit.
     pub bound: f64,
+    /// The K that it needs, which is negative where it is closer than half an ulp.
+    pub needed: f64,
+    /// The K that is promised.
+    pub k: f64,
     /// Elements compared.
     pub compared: usize,
     /// Elements that are not the correctly rounded truth.
@@ -81,9 +85,9 @@ impl Outcome {
         self.broken == 0 && self.fault.is_none()
     }
 
-    /// How much of its bound the worst element uses.
+    /// How much of K the worst element needs: above 1 is broken. (Where K is 0, above 0 is.)
     pub fn used(&self) -> f64 {
-        self.worst / self.bound
+        used(self.needed, self.k)
     }
 }
 
@@ -92,7 +96,8 @@ impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { operator, output, dtype, isa, case, at, worst, bound, .. } = self;
         write!(f, "{operator} {output}[{at}] {dtype} {isa}: ")?;
-        write!(f, "{worst:.4} ulp, promised {bound:.4}, in {case}")?;
+        write!(f, "{worst:.4} ulp, promised {bound:.4} (K = {:.3} of {}), ", self.needed, self.k)?;
+        write!(f, "in {case}")?;
         if self.broken > 0 {
             write!(f, "; {} of {} elements are broken", self.broken, self.compared)?;
         }
@@ -152,11 +157,13 @@ impl Outcomes {
         {
             let exact = round(tensor.dtype(), truth);
             outcome.inexact += usize::from(got != exact && !(got.is_nan() && exact.is_nan()));
-            let (error, bound) = measure(tensor.dtype(), call.dtype, k, got, truth, magnitude);
-            outcome.broken += usize::from(error > bound);
-            if error > outcome.used() * bound {
+            let error = Error::new(tensor.dtype(), call.dtype, got, truth, magnitude);
+            let needed = error.needed();
+            outcome.broken += usize::from(needed > k);
+            if used(needed, k) > outcome.used() {
                 outcome.case = call.case.to_string();
-                (outcome.at, outcome.worst, outcome.bound) = (at, error, bound);
+                (outcome.at, outcome.needed, outcome.k) = (at, needed, k);
+                (outcome.worst, outcome.bound) = error.in_ulp(k);
             }
         }
     }
@@ -189,6 +196,8 @@ impl Outcomes {
             at: 0,
             worst: 0.0,
             bound: 0.5,
+            needed: f64::NEG_INFINITY,
+            k: 0.0,
             compared: 0,
             inexact: 0,
             broken: 0,
@@ -202,14 +211,12 @@ impl Outcomes {
                 self.found.insert(key, theirs);
                 continue;
             };
-            ours.compared += theirs.compared;
-            ours.inexact += theirs.inexact;
-            ours.broken += theirs.broken;
-            if theirs.used() > ours.used() {
-                (ours.at, ours.worst, ours.bound) = (theirs.at, theirs.worst, theirs.bound);
-                ours.case = theirs.case;
-            }
-            ours.fault = ours.fault.take().or(theirs.fault);
+            let mut sum = if theirs.used() > ours.used() { theirs.clone() } else { ours.clone() };
+            sum.compared = ours.compared + theirs.compared;
+            sum.inexact = ours.inexact + theirs.inexact;
+            sum.broken = ours.broken + theirs.broken;
+            sum.fault = ours.fault.take().or(theirs.fault);
+            *ours = sum;
         }
         self
     }
@@ -220,24 +227,43 @@ impl Outcomes {
     }
 }
 
-/// The error of an element, and what is promised of it, in ulp of the output or of the arithmetic,
-/// whichever is larger.
-fn measure(
-    output: DType,
-    activations: DType,
-    k: f64,
-    got: f64,
-    truth: f64,
-    magnitude: f64,
-) -> (f64, f64) {
-    let error = ulp::error(output, got, truth);
-    let store = ulp::ulp(output, truth);
-    let arithmetic = ulp::ulp(activations.real(), magnitude);
-    if !store.is_finite() || !arithmetic.is_finite() {
-        return (error, 0.5); // NaN is right or wrong
+fn used(needed: f64, k: f64) -> f64 {
+    if k > 0.0 { needed / k } else { needed }
+}
+
+/// The error of one element.
+struct Error {
+    /// In ulp of the output at the truth.
+    of_output: f64,
+    /// That ulp.
+    output: f64,
+    /// The ulp of the arithmetic at the magnitude.
+    arithmetic: f64,
+}
+
+impl Error {
+    fn new(output: DType, activations: DType, got: f64, truth: f64, magnitude: f64) -> Self {
+        // A truth or a magnitude that is not a number has no ulp; what comes is right or wrong.
+        let or_one = |ulp: f64| if ulp.is_nan() { 1.0 } else { ulp };
+        Self {
+            of_output: ulp::error(output, got, truth),
+            output: or_one(ulp::ulp(output, truth)),
+            arithmetic: or_one(ulp::ulp(activations.real(), magnitude)),
+        }
     }
-    let unit = store.max(arithmetic);
-    (error * (store / unit), (0.5 * store + k * arithmetic) / unit)
+
+    /// The least K that would allow it.
+    fn needed(&self) -> f64 {
+        (self.of_output - 0.5) * (self.output / self.arithmetic)
+    }
+
+    /// The error and the bound for a K, in ulp of the output or of the arithmetic, whichever is
+    /// larger.
+    fn in_ulp(&self, k: f64) -> (f64, f64) {
+        let unit = self.output.max(self.arithmetic);
+        let bound = (0.5 * self.output + k * self.arithmetic) / unit;
+        (self.of_output * (self.output / unit), bound)
+    }
 }
 
 /// `value` rounded to `dtype` once.
@@ -300,7 +326,7 @@ mod tests {
         let far = outcome(DType::F32, 1.0, 2.0, 2.0);
         let both = outcomes(near.clone()).merged(outcomes(far)).into_vec().remove(0);
         assert_eq!((both.compared, both.inexact, both.broken), (2, 2, 1));
-        assert!(!both.ok() && both.used() > 1000.0);
+        assert!(!both.ok() && both.needed > 1000.0);
         assert!(both.to_string().contains("1 of 2 elements"), "{both}");
     }
 }

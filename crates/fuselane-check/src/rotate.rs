@@ -87,7 +87,7 @@ pub(crate) fn cases() -> Vec<Box<dyn Case>> {
                                         theta_dtype: THETA_DTYPES[i / 3 % 4],
                                         count: reference::rotate::pairs(&options, d, columns),
                                         table,
-                                        with_x: i % 5 == 0,
+                                        with_x: i.is_multiple_of(5),
                                         seed: i as u64,
                                     };
                                     cases.push(Box::new(Rotation { options, extent, tokens }));

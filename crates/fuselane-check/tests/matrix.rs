@@ -3,24 +3,28 @@
 use fuselane_check::{Effort, Operator, Selection, run};
 
 fn check(operator: Operator) {
-    let selection = Selection { operators: vec![operator], effort: Effort::Full, ..Selection::default() };
+    let selection =
+        Selection { operators: vec![operator], effort: Effort::Full, ..Selection::default() };
     let outcomes = run(&selection, &mut |_| {});
     assert!(!outcomes.is_empty());
     println!(
-        "{:8} {:12} {:5} {:9} {:>9} {:>9} {:>11} {:>10}",
-        "operator", "output", "dtype", "isa", "ulp", "bound", "compared", "inexact"
+        "{:9} {:12} {:5} {:9} {:>9} {:>9} {:>9} {:>6} {:>11} {:>10}  case",
+        "operator", "output", "dtype", "isa", "ulp", "bound", "needed", "K", "compared", "inexact"
     );
     for outcome in &outcomes {
         println!(
-            "{:8} {:12} {:5} {:9} {:9.4} {:9.4} {:11} {:10}",
+            "{:9} {:12} {:5} {:9} {:9.4} {:9.4} {:9.3} {:6} {:11} {:10}  {}",
             outcome.operator,
             outcome.output,
             outcome.dtype,
             outcome.isa,
             outcome.worst,
             outcome.bound,
+            outcome.needed,
+            outcome.k,
             outcome.compared,
-            outcome.inexact
+            outcome.inexact,
+            outcome.case
         );
     }
     let broken: Vec<String> =
@@ -31,6 +35,16 @@ fn check(operator: Operator) {
 #[test]
 fn act() {
     check(Operator::Act);
+}
+
+#[test]
+fn softmax() {
+    check(Operator::Softmax);
+}
+
+#[test]
+fn normalize() {
+    check(Operator::Normalize);
 }
 
 #[test]
