@@ -147,7 +147,7 @@ fn table(outcomes: &[Outcome]) -> String {
     let [operator, dtype, isa, output, error, bound, compared, inexact] = heads;
     let _ = writeln!(
         text,
-        "{operator:<11}{dtype:<7}{isa:<10}{output:<14}{error:>10}{bound:>10}{compared:>12}{inexact:>11}"
+        "{operator:<11}{dtype:<7}{isa:<10}{output:<20}{error:>10}{bound:>10}{compared:>12}{inexact:>11}"
     );
     for operator in Operator::ALL {
         for dtype in DType::ALL {
@@ -162,7 +162,7 @@ fn table(outcomes: &[Outcome]) -> String {
                 let Outcome { output, worst: error, bound, .. } = worst;
                 let _ = writeln!(
                     text,
-                    "{operator:<11}{dtype:<7}{isa:<10}{output:<14}{error:>10.4}{bound:>10.4}\
+                    "{operator:<11}{dtype:<7}{isa:<10}{output:<20}{error:>10.4}{bound:>10.4}\
                      {compared:>12}{inexact:>11}{broken}"
                 );
             }

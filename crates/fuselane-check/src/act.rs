@@ -10,26 +10,32 @@ use crate::outcome::{Call, Expected, Outcomes};
 use crate::tensor::Tensor;
 use crate::{Bound, Case, Effort};
 
-/// What is promised of an activation and of its gradient. The terms are those of the slope: silu
-/// and both gelus have two of them, which cancel where the function turns around.
-pub const fn bounds(act: Act) -> [Bound; 2] {
-    const fn both(o: [f64; 2], dx: [f64; 2]) -> [Bound; 2] {
-        [
-            Bound { output: "o", f32: o[0], f64: o[1] },
-            Bound { output: "dx", f32: dx[0], f64: dx[1] },
-        ]
-    }
-    match act {
-        Act::None | Act::Relu => both([0.0, 0.0], [0.0, 0.0]),
-        Act::ReluSquared => both([0.0, 0.0], [0.0, 0.0]),
-        Act::Sigmoid => both([3.0, 3.0], [3.0, 3.0]),
-        Act::Silu => both([3.0, 3.0], [3.0, 3.0]),
-        Act::Tanh => both([3.0, 3.0], [3.0, 3.0]),
-        Act::Gelu => both([3.0, 3.0], [3.0, 3.0]),
-        Act::GeluTanh => both([3.0, 3.0], [3.0, 3.0]),
-        Act::Softplus => both([3.0, 3.0], [3.0, 3.0]),
-    }
-}
+/// What is promised of each activation and of its gradient, in the order of [`Act::ALL`]. The terms
+/// of a gradient are those of the slope: silu and both gelus have two of them, which cancel where
+/// the function turns around.
+///
+/// In f64, `gelu_tanh` has the exponential of a large rounded number in its tails, here as in the
+/// reference.
+pub const BOUNDS: [Bound; 18] = [
+    Bound { output: "o of none", f32: 3.0, f64: 3.0 },
+    Bound { output: "dx of none", f32: 3.0, f64: 3.0 },
+    Bound { output: "o of relu", f32: 3.0, f64: 3.0 },
+    Bound { output: "dx of relu", f32: 3.0, f64: 3.0 },
+    Bound { output: "o of sigmoid", f32: 3.0, f64: 3.0 },
+    Bound { output: "dx of sigmoid", f32: 3.0, f64: 3.0 },
+    Bound { output: "o of silu", f32: 3.0, f64: 3.0 },
+    Bound { output: "dx of silu", f32: 3.0, f64: 3.0 },
+    Bound { output: "o of tanh", f32: 3.0, f64: 3.0 },
+    Bound { output: "dx of tanh", f32: 3.0, f64: 3.0 },
+    Bound { output: "o of gelu", f32: 3.0, f64: 3.0 },
+    Bound { output: "dx of gelu", f32: 3.0, f64: 3.0 },
+    Bound { output: "o of gelu_tanh", f32: 3.0, f64: 3.0 },
+    Bound { output: "dx of gelu_tanh", f32: 3.0, f64: 3.0 },
+    Bound { output: "o of softplus", f32: 3.0, f64: 3.0 },
+    Bound { output: "dx of softplus", f32: 3.0, f64: 3.0 },
+    Bound { output: "o of relu_squared", f32: 3.0, f64: 3.0 },
+    Bound { output: "dx of relu_squared", f32: 3.0, f64: 3.0 },
+];
 
 /// Inputs in a case: as many as a 16-bit dtype has.
 const INPUTS: usize = 1 << 16;
@@ -63,6 +69,12 @@ impl fmt::Display for Sweep {
 }
 
 impl Sweep {
+    /// The names of the function and of its gradient in [`BOUNDS`].
+    fn outputs(&self) -> [&'static str; 2] {
+        let at = Act::ALL.into_iter().position(|act| act == self.act).expect("ALL has all");
+        [BOUNDS[2 * at].output, BOUNDS[2 * at + 1].output]
+    }
+
     fn inputs(&self, dtype: DType) -> Vec<f64> {
         let part = self.part as u32;
         match dtype {
@@ -101,14 +113,15 @@ impl Case for Sweep {
         if dtype.size() == 2 && self.part > 0 {
             return;
         }
-        let x = Tensor::rounded(dtype, &self.inputs(dtype), &[INPUTS]);
+        let shape = [INPUTS];
+        let x = Tensor::rounded(dtype, &self.inputs(dtype), &shape);
         let values = x.values();
         let truth: Vec<f64> = values.iter().map(|&x| reference::act::forward(act, x)).collect();
         let magnitude: Vec<f64> = truth.iter().map(|o| o.abs()).collect();
         let o = Expected { truth: &truth, magnitude: &magnitude };
         let drawn = Random::new(7).normals(INPUTS);
         let gradients = [vec![1.0; INPUTS], drawn].map(|grad| {
-            let grad = Tensor::rounded(dtype, &grad, &[INPUTS]);
+            let grad = Tensor::rounded(dtype, &grad, &shape);
             let pairs: Vec<(f64, f64)> = values.iter().copied().zip(grad.values()).collect();
             let truth: Vec<f64> =
                 pairs.iter().map(|&(x, grad)| reference::act::backward(act, x, grad)).collect();
@@ -118,25 +131,39 @@ impl Case for Sweep {
                 .collect();
             (grad, truth, magnitude)
         });
+        let [o_name, dx_name] = self.outputs();
         for &isa in isas {
-            let call = Call { case: self, bounds: &bounds(act), dtype, isa };
+            let call = Call { case: self, bounds: &BOUNDS, dtype, isa };
             let result = with_isa(isa, || -> Result<()> {
-                let mut output = Tensor::unwritten(dtype, &[INPUTS]);
+                let mut output = Tensor::unwritten(dtype, &shape);
                 act.forward_into(x.view(), output.view_mut())?;
-                outcomes.compare(call, "o", &output, o);
+                outcomes.compare(call, o_name, &output, o);
                 let mut in_place = x.clone();
                 act.forward_in_place(in_place.view_mut())?;
-                outcomes.compare(call, "o", &in_place, o);
+                outcomes.compare(call, o_name, &in_place, o);
                 for (grad, truth, magnitude) in &gradients {
-                    let mut dx = Tensor::unwritten(dtype, &[INPUTS]);
+                    let mut dx = Tensor::unwritten(dtype, &shape);
                     act.backward_into(x.view(), grad.view(), dx.view_mut())?;
-                    outcomes.compare(call, "dx", &dx, Expected { truth, magnitude });
+                    outcomes.compare(call, dx_name, &dx, Expected { truth, magnitude });
                 }
                 Ok(())
             });
             if let Err(error) = result.and_then(|result| result) {
-                outcomes.fault(call, "o", &error.to_string());
+                outcomes.fault(call, o_name, &error.to_string());
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bounds_are_in_the_order_of_the_activations() {
+        for act in Act::ALL {
+            let names = Sweep { act, part: 0, parts: 1 }.outputs();
+            assert_eq!(names, [format!("o of {act}"), format!("dx of {act}")]);
         }
     }
 }

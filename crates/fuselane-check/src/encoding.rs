@@ -45,7 +45,7 @@ pub(crate) const PLACEMENTS: [Placement; 13] = {
     let packed: Option<&[usize]> = Some(&[0, 2, 2, 6]);
     [
         place("from 0", 5, Positions::From(0), 0, None),
-        place("from 0, many", 41, Positions::From(0), 0, None),
+        place("from 0, many", 33, Positions::From(0), 0, None),
         place("from -3", 6, Positions::From(-3), 0, None),
         place("from 2^20", 3, Positions::From(1 << 20), 0, None),
         place("from 2, 2 extra", 6, Positions::From(2), 2, None),

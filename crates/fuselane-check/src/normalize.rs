@@ -16,7 +16,7 @@ use crate::{Bound, Case};
 
 /// What is promised of the normalization, for rows of any length: sums run in chunks, so K does not
 /// grow with it. The terms of the centered p are |p| and mean |p|, those of 1 + weight 1 and
-/// |weight|; all others are those of the formulas. `residual_out` is exact but for its rounding.
+/// |weight|; those of rstd are what an error of p does to it; all others are those of the formulas. `residual_out` is exact but for its rounding.
 pub const BOUNDS: [Bound; 9] = [
     Bound { output: "o", f32: 8.0, f64: 8.0 },
     Bound { output: "residual_out", f32: 0.0, f64: 0.0 },
@@ -298,13 +298,12 @@ impl Truth {
         let [truth, magnitude] = [reference::backward, reference::backward_magnitude]
             .map(|backward| backward(&case.options, &input, &grad, grad_sum.as_deref()));
         let absolute = |values: &[f64]| values.iter().map(|v| v.abs()).collect::<Vec<f64>>();
-        let mean_magnitude = mean_magnitude(case, &input);
-        let rstd = absolute(&output.rstd);
+        let [rstd, mean] = statistics_magnitude(case, &input, &output.rstd);
         let sum = absolute(&output.residual_out);
         let mut all = vec![
             ("o", [output.o, o]),
             ("rstd", [output.rstd, rstd]),
-            ("mean", [output.mean, mean_magnitude]),
+            ("mean", [output.mean, mean]),
             ("residual_out", [output.residual_out, sum]),
             ("dresidual", [truth.dx.clone(), magnitude.dx.clone()]),
             ("dx", [truth.dx, magnitude.dx]),
@@ -334,16 +333,31 @@ impl Truth {
     }
 }
 
-/// mean |p| of each row and group.
-fn mean_magnitude(case: &Norm, input: &Input<'_>) -> Vec<f64> {
-    let e = case.d / case.options.groups;
+/// The sums of the absolute terms of rstd and mean, for each row and group:
+///
+/// ```text
+/// mean   mean |p|
+/// rstd   rstd (1 + mean(|r| m / sigma)),   m = |p|, and + mean |p| if centered
+/// ```
+///
+/// since an error of p and of its mean reaches rstd by way of mean(q^2).
+fn statistics_magnitude(case: &Norm, input: &Input<'_>, rstd: &[f64]) -> [Vec<f64>; 2] {
+    let Normalize { center, groups, gate_position, gate_act, .. } = case.options;
+    let e = case.d / groups;
     let p = |i: usize| {
         let sum = input.x[i] + input.residual.map_or(0.0, |residual| residual[i]);
-        let pre = input.gate.filter(|_| case.options.gate_position == GatePosition::Pre);
-        let act = case.options.gate_act;
-        sum * pre.map_or(1.0, |gate| fuselane::reference::act::forward(act, gate[i]))
+        let pre = input.gate.filter(|_| gate_position == GatePosition::Pre);
+        sum * pre.map_or(1.0, |gate| fuselane::reference::act::forward(gate_act, gate[i]))
     };
-    (0..case.rows * case.options.groups)
-        .map(|group| (group * e..(group + 1) * e).map(|i| p(i).abs()).sum::<f64>() / e as f64)
-        .collect()
+    let mean = |values: &[f64]| values.iter().sum::<f64>() / e as f64;
+    let of_group = |(group, rstd): (usize, &f64)| {
+        let p: Vec<f64> = (group * e..(group + 1) * e).map(p).collect();
+        let absolute: Vec<f64> = p.iter().map(|p| p.abs()).collect();
+        let (center, of_mean) = if center { (mean(&p), mean(&absolute)) } else { (0.0, 0.0) };
+        let terms: Vec<f64> =
+            p.iter().map(|p| ((p - center) * rstd).abs() * (p.abs() + of_mean) * rstd).collect();
+        (rstd * (1.0 + mean(&terms)), mean(&absolute))
+    };
+    let (rstd, mean) = rstd.iter().enumerate().map(of_group).unzip();
+    [rstd, mean]
 }

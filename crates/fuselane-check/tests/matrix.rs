@@ -8,12 +8,12 @@ fn check(operator: Operator) {
     let outcomes = run(&selection, &mut |_| {});
     assert!(!outcomes.is_empty());
     println!(
-        "{:9} {:12} {:5} {:9} {:>9} {:>9} {:>9} {:>6} {:>11} {:>10}  case",
+        "{:9} {:18} {:5} {:9} {:>9} {:>9} {:>9} {:>6} {:>11} {:>10}  case",
         "operator", "output", "dtype", "isa", "ulp", "bound", "needed", "K", "compared", "inexact"
     );
     for outcome in &outcomes {
         println!(
-            "{:9} {:12} {:5} {:9} {:9.4} {:9.4} {:9.3} {:6} {:11} {:10}  {}",
+            "{:9} {:18} {:5} {:9} {:9.4} {:9.4} {:9.3} {:6} {:11} {:10}  {}",
             outcome.operator,
             outcome.output,
             outcome.dtype,
