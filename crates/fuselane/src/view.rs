@@ -221,18 +221,6 @@ macro_rules! common {
                 self.layout = layout;
                 Ok(self)
             }
-
-            /// The byte addresses that the view reaches, from the first to the last.
-            pub(crate) fn span(&self) -> std::ops::Range<usize> {
-                let size = self.dtype.size() as isize;
-                match self.layout.reach() {
-                    None => 0..0,
-                    Some((low, high)) => {
-                        let base = self.ptr as usize as isize;
-                        (base + low * size) as usize..(base + (high + 1) * size) as usize
-                    }
-                }
-            }
         }
 
         impl fmt::Debug for $view<'_> {
@@ -389,6 +377,18 @@ impl<'a> View<'a> {
         }
         let layout = Layout::new(shape, &strides[..shape.len().min(MAX_RANK)])?;
         Ok(Self { layout, ..self })
+    }
+
+    /// The byte addresses that the view reaches, from the first to the last.
+    pub(crate) fn span(&self) -> std::ops::Range<usize> {
+        let size = self.dtype.size() as isize;
+        match self.layout.reach() {
+            None => 0..0,
+            Some((low, high)) => {
+                let base = self.ptr as usize as isize;
+                (base + low * size) as usize..(base + (high + 1) * size) as usize
+            }
+        }
     }
 
     /// The address of index 0.

@@ -25,6 +25,7 @@ use super::contiguous_last;
 use crate::error::{Error, Result};
 use crate::pool::Buffer;
 use crate::rows::{Operands, Part, Rows};
+use crate::scratch::Scratch;
 use crate::simd::{self, Kernel, Lanes, Math, Memory, Task};
 use crate::view::{View, ViewMut};
 use crate::{Element, Real, isa};
@@ -193,22 +194,28 @@ impl Act {
         }
     }
 
-    /// f(x) and f'(x).
+    /// f(x), the same bits as [`Act::value`], and f'(x).
     #[inline(always)]
     pub(crate) fn value_and_slope<L: Math>(self, x: L) -> (L, L) {
+        (self.value(x), self.slope(x))
+    }
+
+    /// f'(x). What it has in common with f(x) the compiler computes once.
+    #[inline(always)]
+    fn slope<L: Math>(self, x: L) -> L {
         let (zero, one) = (L::splat(Real::of(0.0)), L::splat(Real::of(1.0)));
         match self {
-            Self::None => (x, one),
-            Self::Relu => (zero.max(x), L::select(x.le(zero), zero, one)),
-            Self::Sigmoid => x.sigmoid_and_slope(),
-            Self::Silu => x.silu_and_slope(),
-            Self::Tanh => x.tanh_and_slope(),
-            Self::Gelu => x.gelu_and_slope(),
-            Self::GeluTanh => x.gelu_tanh_and_slope(),
-            Self::Softplus => x.softplus_and_slope(),
+            Self::None => one,
+            Self::Relu => L::select(x.le(zero), zero, one),
+            Self::Sigmoid => x.sigmoid_and_slope().1,
+            Self::Silu => x.silu_and_slope().1,
+            Self::Tanh => x.tanh_and_slope().1,
+            Self::Gelu => x.gelu_and_slope().1,
+            Self::GeluTanh => x.gelu_tanh_and_slope().1,
+            Self::Softplus => x.sigmoid(),
             Self::ReluSquared => {
                 let positive = zero.max(x);
-                (positive.mul(positive), positive.add(positive))
+                positive.add(positive)
             }
         }
     }
@@ -227,7 +234,7 @@ impl Act {
                 let zero = L::splat(Real::of(0.0));
                 L::select(x.le(zero), zero, grad.add(grad).mul(x))
             }
-            _ => grad.mul(self.value_and_slope(x).1),
+            _ => grad.mul(self.slope(x)),
         }
     }
 }
@@ -313,13 +320,16 @@ impl Kernel for InPlace<'_> {
         T: Element,
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
-        let (act, zero) = (self.act, Real::of(0.0));
-        specialized!(act => while let Some(row) = self.part.next::<T>() {
+        let mut y = Scratch::<T::Real>::new(TILE);
+        while let Some(row) = self.part.next::<T>() {
             let [x] = row.outputs;
+            let y = &mut y[..x.len()];
+            values::<L, T>(self.act, x, y);
             for i in (0..x.len()).step_by(L::N) {
-                act.value(L::read(x, i, zero)).write(x, i, false);
+                let y: L = L::read(y, i, Real::of(0.0));
+                y.write(x, i, false);
             }
-        });
+        }
     }
 }
 

@@ -180,12 +180,6 @@ impl Split {
         from..((axis + 1) * self.per_axis).min(self.count)
     }
 
-    /// The axis of an angle.
-    #[inline(always)]
-    fn axis(&self, angle: usize) -> usize {
-        angle / self.per_axis.max(1)
-    }
-
     /// The column of theta that an angle comes from.
     #[inline(always)]
     fn column(&self, angle: usize) -> usize {

@@ -319,7 +319,7 @@ impl Normalize {
         Self { eps, ..self }
     }
 
-    /// Checks the options and returns the length of a group and the row length that it divides.
+    /// Checks the options and returns the last dimension of x.
     fn check(&self, x: View<'_>) -> Result<usize> {
         let fault = |option, got: String, expected: String| {
             Err(Error::new(NAME, option, format!("is {got}"), expected))
@@ -334,7 +334,7 @@ impl Normalize {
         if self.groups == 0 {
             return fault("groups", "0".into(), "at least 1".into());
         }
-        if d % self.groups != 0 {
+        if !d.is_multiple_of(self.groups) {
             let expected = format!("a divisor of {d} (last dimension of x)");
             return fault("groups", format!("{}", self.groups), expected);
         }
@@ -1189,7 +1189,8 @@ impl Backward<'_> {
                 .gradients::<L, GATED>(with, &self.options, self.stream);
             }
             count += 1;
-            if count % RECENT == 0 {
+            if count == RECENT {
+                count = 0;
                 add_recent::<L>(dweight, dbias, sums);
             }
         }
@@ -1604,7 +1605,7 @@ mod tests {
             Normalize { scale: -1.5, weight_form: WeightForm::OnePlus, ..Normalize::rms_norm() },
         ];
         for groups in [2, 3] {
-            if d % groups == 0 {
+            if d.is_multiple_of(groups) {
                 all.push(Normalize::rms_norm().with_groups(groups));
                 all.push(Normalize { scale: 0.5, ..Normalize::layer_norm().with_groups(groups) });
             }
@@ -1891,6 +1892,89 @@ mod tests {
                 }
                 gradients([false; 5])?;
             }
+        }
+        Ok(())
+    }
+
+    /// All that the usual calls give; with `more`, from calls that ask for something in addition
+    /// that changes nothing, and so run the general code.
+    fn usual_calls<T: Element>(rows: usize, d: usize, more: bool) -> Result<Vec<Vec<f64>>> {
+        let shape = [rows, d];
+        let all = |seed| typed::<T>(&numbers(rows * d, seed));
+        let (x, residual, grad, grad_sum) = (all(1), all(2), all(3), all(4));
+        let view = |v| View::new(v, &shape);
+        let (x, residual, grad, grad_sum) =
+            (view(&x)?, view(&residual)?, view(&grad)?, view(&grad_sum)?);
+        let (weight, bias) = (typed::<f32>(&numbers(d, 5)), typed::<f32>(&numbers(d, 6)));
+        let (weight, bias) = (View::new(&weight, &[d])?, View::new(&bias, &[d])?);
+        let (zeros, zero_bias) = (vec![T::default(); rows * d], vec![0.0f32; d]);
+        let zeros = View::new(&zeros, &shape)?;
+        let zero_bias = Some(View::new(&zero_bias, &[d])?).filter(|_| more);
+        let real = T::DTYPE.real();
+        let (rms, layer) = (Normalize::rms_norm(), Normalize::layer_norm());
+        let mut given = Vec::new();
+        for kind in 0..4 {
+            let mut o = vec![T::from_f64(f64::NAN); rows * d];
+            let mut sum = typed::<T>(&residual.to_f64_vec());
+            let into = match kind {
+                0 => Residual::None,
+                1 => Residual::AddInto(residual, ViewMut::new(&mut sum, &shape)?),
+                2 => Residual::AddInPlace(ViewMut::new(&mut sum, &shape)?),
+                _ if more => Residual::Add(zeros),
+                _ => Residual::None,
+            };
+            let centered = kind == 3;
+            let [mut rstd, mut mean] =
+                [Buffer::zeros(real, &[rows, 1])?, Buffer::zeros(real, &[rows, 1])?];
+            let norm = if centered { layer } else { rms };
+            norm.forward_into(NormalizeForward {
+                weight: Some(weight),
+                bias: if centered { Some(bias) } else { zero_bias },
+                residual: into,
+                rstd: Some(rstd.view_mut()),
+                mean: centered.then(|| mean.view_mut()),
+                ..NormalizeForward::new(x, ViewMut::new(&mut o, &shape)?)
+            })?;
+            let kept = if matches!(kind, 1 | 2) { View::new(&sum, &shape)? } else { x };
+            let [mut dx, mut same] = [(); 2].map(|()| vec![T::from_f64(f64::NAN); rows * d]);
+            let [mut dweight, mut dbias] = [(); 2].map(|()| vec![f32::NAN; d]);
+            norm.backward_into(NormalizeBackward {
+                weight: Some(weight),
+                mean: centered.then(|| mean.view()),
+                grad_residual_out: (kind == 1).then_some(grad_sum),
+                dx: Some(ViewMut::new(&mut dx, &shape)?),
+                dresidual: more.then(|| ViewMut::new(&mut same, &shape)).transpose()?,
+                dweight: (kind != 2).then(|| ViewMut::new(&mut dweight, &[d])).transpose()?,
+                dbias: centered.then(|| ViewMut::new(&mut dbias, &[d])).transpose()?,
+                ..NormalizeBackward::new(grad, kept, rstd.view())
+            })?;
+            if more {
+                assert_eq!(widened(&dx), widened(&same));
+            }
+            assert!(widened(&o).iter().chain(&widened(&dx)).all(|v| v.is_finite()), "{kind} {d}");
+            given.extend([widened(&o), widened(&sum), widened(&dx), rstd.view().to_f64_vec()]);
+            if kind != 2 {
+                given.push(widened(&dweight));
+            }
+            if centered {
+                given.push(widened(&dbias));
+            }
+        }
+        Ok(given)
+    }
+
+    #[test]
+    fn usual_calls_agree_with_the_general_code() -> Result<()> {
+        for d in [1, 7, 16, 17, 45, 48, 127, 2048, 2050] {
+            assert_eq!(usual_calls::<f32>(19, d, false)?, usual_calls::<f32>(19, d, true)?);
+            assert_eq!(usual_calls::<f16>(19, d, false)?, usual_calls::<f16>(19, d, true)?);
+            assert_eq!(usual_calls::<bf16>(70, d, false)?, usual_calls::<bf16>(70, d, true)?);
+        }
+        let general = usual_calls::<bf16>(1100, 512, true)?;
+        for threads in [1, 2, 3, 7] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let usual = pool.install(|| usual_calls::<bf16>(1100, 512, false))?;
+            assert!(usual == general, "{threads} threads");
         }
         Ok(())
     }

@@ -201,13 +201,11 @@ impl Softmax {
         let inputs = [("x", Some(x)), ("grad", Some(grad))];
         let rows = Along::new(Operands::plain(("x", x), inputs, [("dx", Some(dx))]), dim, last)?;
         let (isa, dtype) = (isa(), rows.rows.dtype());
-        rows.for_each_task(self, |task| match (task.columns, self.log, task.n <= KEEP) {
-            (false, false, true) => simd::run(isa, dtype, RowsFromInput::<false, true>(task)),
-            (false, false, false) => simd::run(isa, dtype, RowsFromInput::<false, false>(task)),
-            (false, true, true) => simd::run(isa, dtype, RowsFromInput::<true, true>(task)),
-            (false, true, false) => simd::run(isa, dtype, RowsFromInput::<true, false>(task)),
-            (true, false, _) => simd::run(isa, dtype, ColumnsFromInput::<false>(task)),
-            (true, true, _) => simd::run(isa, dtype, ColumnsFromInput::<true>(task)),
+        rows.for_each_task(self, |task| match (task.columns, self.log) {
+            (false, false) => simd::run(isa, dtype, RowsFromInput::<false>(task)),
+            (false, true) => simd::run(isa, dtype, RowsFromInput::<true>(task)),
+            (true, false) => simd::run(isa, dtype, ColumnsFromInput::<false>(task)),
+            (true, true) => simd::run(isa, dtype, ColumnsFromInput::<true>(task)),
         });
         Ok(())
     }
@@ -335,7 +333,7 @@ kernels! {
     ForwardColumns<1, LOG> = forward_columns;
     RowsFromOutput<2, LOG> = rows_from_output;
     ColumnsFromOutput<2, LOG> = columns_from_output;
-    RowsFromInput<2, LOG, KEPT> = rows_from_input;
+    RowsFromInput<2, LOG> = rows_from_input;
     ColumnsFromInput<2, LOG> = columns_from_input;
 }
 
@@ -496,7 +494,7 @@ where
 
 /// The sum of the products of [`exps`] and a row.
 #[inline(always)]
-fn exp_dot<L, T, const KEPT: bool>(x: &[T], y: &[T], shift: T::Real, scratch: &[T::Real]) -> f64
+fn exp_dot<L, T>(x: &[T], y: &[T], shift: T::Real) -> f64
 where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
@@ -506,7 +504,7 @@ where
         let mut sum = L::splat(Real::of(0.0));
         for i in (start..x.len().min(start + CHUNK)).step_by(L::N) {
             let y: L = L::read(y, i, Real::of(0.0));
-            sum = exps::<L, T, KEPT>(x, i, shift, scratch).mul_add(y, sum);
+            sum = exps::<L, T, false>(x, i, shift, &[]).mul_add(y, sum);
         }
         total += sum.reduce_add().to_f64();
     }
@@ -567,16 +565,15 @@ where
     }
 }
 
+/// Exponentials are computed again rather than kept: the row is still in the cache, and a second
+/// set of kernels would cost more to compile than it saves to run.
 #[inline(always)]
-fn rows_from_input<L, T, const LOG: bool, const KEPT: bool>(mut task: Task<'_, 2>)
+fn rows_from_input<L, T, const LOG: bool>(mut task: Task<'_, 2>)
 where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
-    let (n, batch, zero) = (task.n, batch(task.n), Real::of(0.0));
-    let room = if KEPT { n.next_multiple_of(L::N) } else { 0 };
-    let mut scratch = Scratch::<T::Real>::new(batch * room);
-    let scratch = &mut scratch[..];
+    let (batch, zero) = (batch(task.n), Real::of(0.0));
     let (mut shifts, mut scales, mut totals) = ([zero; BATCH], [zero; BATCH], [zero; BATCH]);
     while let Some(runs) = task.part.next_run::<T>(batch) {
         let ([x, grad], [mut dx]) = (runs.inputs, runs.outputs);
@@ -585,13 +582,12 @@ where
         }
         for (r, scale) in scales[..runs.rows].iter_mut().enumerate() {
             let (x, grad) = (x.row(r), grad.row(r));
-            let scratch = &mut scratch[r * room..][..room];
-            let sum = exp_sum::<L, T, KEPT>(x, shifts[r], scratch);
+            let sum = exp_sum::<L, T, false>(x, shifts[r], &mut []);
             *scale = inverse(sum, task.options.zero_masked_rows);
             totals[r] = if LOG {
                 row_sum::<L, T>(grad)
             } else {
-                Real::of(exp_dot::<L, T, KEPT>(x, grad, shifts[r], scratch) / sum)
+                Real::of(exp_dot::<L, T>(x, grad, shifts[r]) / sum)
             };
         }
         for (r, &scale) in scales[..runs.rows].iter().enumerate() {
@@ -600,11 +596,10 @@ where
                 dx.fill(T::default());
                 continue;
             }
-            let scratch = &scratch[r * room..][..room];
             let (shift, scale, total) = (L::splat(shifts[r]), L::splat(scale), L::splat(totals[r]));
             for i in (0..x.len()).step_by(L::N) {
                 let grad = L::read(grad, i, zero);
-                let o = exps::<L, T, KEPT>(x, i, shift, scratch).mul(scale);
+                let o = exps::<L, T, false>(x, i, shift, &[]).mul(scale);
                 pull_back::<L, LOG>(o, grad, total).write(dx, i, task.stream);
             }
         }
