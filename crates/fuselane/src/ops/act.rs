@@ -230,8 +230,9 @@ impl Act {
                 L::select(x.le(zero), zero, grad)
             }
             Self::ReluSquared => {
+                // Twice the gradient, which is small where twice x might overflow.
                 let zero = L::splat(Real::of(0.0));
-                L::select(x.le(zero), zero, grad.mul(x.add(x)))
+                L::select(x.le(zero), zero, grad.add(grad).mul(x))
             }
             _ => grad.mul(self.slope(x)),
         }
