@@ -6,6 +6,7 @@
 //!
 //! Exit codes: 0 all well, 1 failure, 2 wrong command line.
 
+mod check;
 mod copy;
 mod info;
 mod machine;
@@ -17,7 +18,7 @@ use clap::{Parser, Subcommand};
 
 /// Facts about this machine and about fuselane on it.
 ///
-/// Without a subcommand: `info`.
+/// Without a subcommand: `info`, then `check`.
 #[derive(Parser)]
 #[command(name = "fuselane", version)]
 struct Cli {
@@ -28,17 +29,19 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Info(info::Args),
+    Check(check::Args),
 }
 
 impl Command {
     fn without_arguments() -> Vec<Self> {
-        vec![Self::Info(info::Args::default())]
+        vec![Self::Info(info::Args::default()), Self::Check(check::Args::default())]
     }
 }
 
 fn run(command: &Command) -> Result<ExitCode, Box<dyn Error>> {
     match command {
         Command::Info(args) => info::run(args),
+        Command::Check(args) => check::run(args),
     }
 }
 

@@ -78,6 +78,33 @@ fn unknown_isa_is_a_warning() {
 }
 
 #[test]
+fn check_as_text() {
+    let output = output(&mut fuselane(&["check", "--operator", "cosine", "--dtype", "f16,bf16"]));
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    for part in ["operator", "bound", "cosine     f16    portable", "cosine     bf16   portable"] {
+        assert!(stdout(&output).contains(part), "{part} is missing in\n{}", stdout(&output));
+    }
+    assert!(!stdout(&output).contains("rotate"), "{}", stdout(&output));
+    assert_eq!(stderr(&output), "");
+}
+
+#[test]
+fn check_as_json() {
+    let arguments = ["check", "--json", "--operator", "softmax", "--isa", "portable"];
+    let output = output(&mut fuselane(&arguments));
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let rows: Value = serde_json::from_str(stdout(&output)).expect("stdout is JSON");
+    let rows = rows.as_array().expect("a list");
+    assert_eq!(rows.len(), 3 * 4, "outputs times dtypes");
+    for row in rows {
+        assert_eq!((&row["ok"], &row["broken"]), (&Value::Bool(true), &Value::from(0)), "{row}");
+        assert!(row["error_ulp"].as_f64() <= row["bound_ulp"].as_f64(), "{row}");
+        assert!(row["compared"].as_u64() > Some(1000), "{row}");
+        assert!(row["case"].as_str().is_some_and(|case| case.contains("softmax dim=")), "{row}");
+    }
+}
+
+#[test]
 fn help_and_version() {
     let help = output(&mut fuselane(&["--help"]));
     assert_eq!(help.status.code(), Some(0));
@@ -91,12 +118,15 @@ fn help_and_version() {
 
 #[test]
 fn wrong_command_lines_are_usage_errors() {
-    let cases: [&[&str]; 5] = [
+    let cases: [&[&str]; 8] = [
         &["nonsense"],
         &["--nonsense"],
         &["info", "--nonsense"],
         &["info", "--rounds", "0"],
         &["info", "--copy-size", "many"],
+        &["check", "--operator", "conv"],
+        &["check", "--dtype", "f8"],
+        &["check", "--isa", "sse9"],
     ];
     for arguments in cases {
         let output = output(&mut fuselane(arguments));

@@ -187,17 +187,16 @@ impl Rotate<'_> {
             },
         };
         // Frequencies for pairs that do not exist are a mistake, but a grid's may not come out even.
-        if let Angles::Theta(theta) = angles {
-            if let [_, columns] = *theta.shape() {
-                if columns > most.max(1) {
-                    return Err(Error::new(
-                        "rotate",
-                        "theta",
-                        format!("has {columns} frequencies"),
-                        format!("at most {most} (pairs of {d} features)"),
-                    ));
-                }
-            }
+        if let Angles::Theta(theta) = angles
+            && let [_, columns] = *theta.shape()
+            && columns > most.max(1)
+        {
+            return Err(Error::new(
+                "rotate",
+                "theta",
+                format!("has {columns} frequencies"),
+                format!("at most {most} (pairs of {d} features)"),
+            ));
         }
         let pairs = self.pairs.unwrap_or(given);
         if pairs > most {

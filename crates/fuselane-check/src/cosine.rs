@@ -1,0 +1,122 @@
+//! `cosine`: all activations, placements, shapes of theta, orders of memory, with angles from theta
+//! and from a table.
+
+use std::fmt;
+
+use fuselane::reference::angles::{Gradients, Input};
+use fuselane::reference::{self};
+use fuselane::{Angles, Cosine, CosineBackward, DType, FusedAct, Isa, Result, View, ViewMut};
+
+use crate::encoding::{self, BATCH, Encode, ORDERS, PLACEMENTS, THETA_DTYPES, Tokens, fused_acts};
+use crate::outcome::Outcomes;
+use crate::{Bound, Case};
+
+/// What is promised of the encoding. The terms of o are the element times 1 for the sine or the
+/// cosine, after the terms of the activation; those of dx both gradients of the element, those of
+/// dtheta the products of the coordinate, the element and both its gradients.
+pub const BOUNDS: [Bound; 3] = [
+    Bound { output: "o", f32: 8.0, f64: 8.0 },
+    Bound { output: "dx", f32: 8.0, f64: 8.0 },
+    Bound { output: "dtheta", f32: 8.0, f64: 8.0 },
+];
+
+struct Waves {
+    options: Cosine<'static>,
+    tokens: Tokens,
+}
+
+/// Features around the widths of lanes (4, 8, 16).
+const FEATURES: [usize; 13] = [8, 16, 17, 3, 15, 4, 9, 1, 31, 33, 7, 5, 32];
+
+pub(crate) fn cases() -> Vec<Box<dyn Case>> {
+    let mut cases: Vec<Box<dyn Case>> = Vec::new();
+    for act in fused_acts() {
+        for placement in PLACEMENTS {
+            for shared_head in [false, true] {
+                for shared_frequency in [false, true] {
+                    for order in ORDERS {
+                        for table in [false, true] {
+                            let i = cases.len();
+                            let d = FEATURES[i % FEATURES.len()];
+                            let heads = 1 + i % 3;
+                            let columns = match shared_frequency {
+                                true => 1,
+                                // Now and then more than there are features for.
+                                false => {
+                                    d.div_ceil(placement.axes()) + usize::from(i.is_multiple_of(7))
+                                }
+                            };
+                            let options = Cosine {
+                                act,
+                                layout: order.layout,
+                                positions: placement.positions,
+                                extra_tokens: placement.extra_tokens,
+                                sequences: placement.sequences,
+                            };
+                            let tokens = Tokens {
+                                placement,
+                                order,
+                                dims: [BATCH, placement.tokens, heads, d],
+                                theta_dims: [if shared_head { 1 } else { heads }, columns],
+                                theta_dtype: THETA_DTYPES[i / 3 % 4],
+                                count: d,
+                                table,
+                                with_x: i.is_multiple_of(5),
+                                seed: i as u64,
+                            };
+                            cases.push(Box::new(Waves { options, tokens }));
+                        }
+                    }
+                }
+            }
+        }
+    }
+    cases
+}
+
+impl fmt::Display for Waves {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cosine act={} {}", self.options.act, self.tokens)
+    }
+}
+
+impl Case for Waves {
+    fn run(&self, dtype: DType, isas: &[Isa], outcomes: &mut Outcomes) {
+        encoding::run((self, &self.tokens, &BOUNDS), &self.options, dtype, isas, outcomes);
+    }
+}
+
+impl Encode for Cosine<'_> {
+    fn width(&self, d: usize) -> usize {
+        2 * d
+    }
+
+    fn needs_x(&self) -> bool {
+        self.act != FusedAct::default()
+    }
+
+    fn forward(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()> {
+        self.forward_into(x, angles, o)
+    }
+
+    fn backward(
+        &self,
+        x: Option<View<'_>>,
+        grad: View<'_>,
+        angles: Angles<'_>,
+        dx: Option<ViewMut<'_>>,
+        dtheta: Option<ViewMut<'_>>,
+    ) -> Result<()> {
+        self.backward_into(CosineBackward { x, grad, angles, dx, dtheta })
+    }
+
+    fn reference(&self, input: &Input<'_>) -> [Vec<f64>; 2] {
+        use reference::cosine::{forward, forward_magnitude};
+        [forward(self, input), forward_magnitude(self, input)]
+    }
+
+    fn reference_gradients(&self, input: &Input<'_>, grad: &[f64]) -> [Gradients; 2] {
+        use reference::cosine::{backward, backward_magnitude};
+        [backward(self, input, grad), backward_magnitude(self, input, grad)]
+    }
+}

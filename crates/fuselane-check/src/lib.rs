@@ -1,0 +1,203 @@
+//! Every combination of options of every operator, against [`fuselane::reference`].
+//!
+//! Each operator has one file with the matrix of its options in nested loops, the run of one case,
+//! and its [`Bound`]s. A case draws inputs, rounds them to the dtype so that the reference sees the
+//! same numbers, runs forward and backward into memory that is poisoned with NaN inside and
+//! guarded around it, and compares every element of every output.
+//!
+//! **What is promised of an element**, and measured here, is
+//!
+//! ```text
+//! |got - truth| <= 1/2 ulp of the output + K ulp of the arithmetic
+//! ```
+//!
+//! The first term is the rounding at the store, in the output's dtype, at the truth. The second
+//! is the error of the arithmetic, in f32 (f64 for f64 activations), at the sum of the absolute
+//! terms that the result is a sum of: where terms cancel, no arithmetic of that type could do
+//! better. K is the number that [`Bound`] states for each output.
+//!
+//! ```
+//! use fuselane::DType;
+//! use fuselane_check::{Operator, Selection, run};
+//!
+//! let selection = Selection {
+//!     operators: vec![Operator::Cosine],
+//!     dtypes: vec![DType::BF16],
+//!     ..Selection::default()
+//! };
+//! let outcomes = run(&selection, &mut |_| {});
+//! assert!(outcomes.iter().all(|outcome| outcome.ok()));
+//! ```
+
+pub mod act;
+pub mod cosine;
+mod encoding;
+pub mod normalize;
+mod outcome;
+pub mod rotate;
+pub mod softmax;
+mod tensor;
+
+use std::fmt;
+use std::str::FromStr;
+
+use fuselane::{DType, Isa};
+use rayon::prelude::*;
+
+use outcome::Outcomes;
+pub use outcome::{Bound, Outcome};
+
+/// An operator with a matrix of cases.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Operator {
+    /// Elementwise activations.
+    Act,
+    /// Softmax and its logarithm.
+    Softmax,
+    /// Normalization.
+    Normalize,
+    /// Rotary encoding.
+    Rotate,
+    /// Cosine encoding.
+    Cosine,
+}
+
+impl Operator {
+    /// All of them, in the order of the documentation.
+    pub const ALL: [Self; 5] =
+        [Self::Act, Self::Softmax, Self::Normalize, Self::Rotate, Self::Cosine];
+
+    /// The name used in the documentation and on command lines.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Act => "act",
+            Self::Softmax => "softmax",
+            Self::Normalize => "normalize",
+            Self::Rotate => "rotate",
+            Self::Cosine => "cosine",
+        }
+    }
+
+    fn cases(self, effort: Effort) -> Vec<Box<dyn Case>> {
+        match self {
+            Self::Act => act::cases(effort),
+            Self::Softmax => effort.thin(softmax::cases()),
+            Self::Normalize => effort.thin(normalize::cases()),
+            Self::Rotate => effort.thin(rotate::cases()),
+            Self::Cosine => effort.thin(cosine::cases()),
+        }
+    }
+}
+
+impl fmt::Display for Operator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Operator {
+    type Err = String;
+    fn from_str(name: &str) -> Result<Self, String> {
+        let named = Self::ALL.into_iter().find(|operator| operator.name() == name);
+        named.ok_or_else(|| format!("expected one of {}", Self::ALL.map(Self::name).join(", ")))
+    }
+}
+
+/// How much of the matrix runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Effort {
+    /// A part that meets every value of every option, for a check of a machine in seconds.
+    #[default]
+    Quick,
+    /// All of it.
+    Full,
+}
+
+impl Effort {
+    /// Every how many cases one runs with [`Effort::Quick`]. A prime above the number of values
+    /// of any option, so that the cases that run meet all values of all options.
+    const STEP: usize = 23;
+
+    fn thin(self, cases: Vec<Box<dyn Case>>) -> Vec<Box<dyn Case>> {
+        let step = match self {
+            Self::Quick => Self::STEP,
+            Self::Full => 1,
+        };
+        cases.into_iter().step_by(step).collect()
+    }
+}
+
+/// What to run; by default all operators, all dtypes and all instruction sets of this CPU, quickly.
+#[derive(Debug, Clone)]
+pub struct Selection {
+    /// The operators.
+    pub operators: Vec<Operator>,
+    /// The dtypes of the activations. Those of parameters change from case to case.
+    pub dtypes: Vec<DType>,
+    /// The instruction sets; those that this CPU lacks are passed over.
+    pub isas: Vec<Isa>,
+    /// How much of the matrix runs.
+    pub effort: Effort,
+}
+
+impl Default for Selection {
+    fn default() -> Self {
+        Self {
+            operators: Operator::ALL.to_vec(),
+            dtypes: DType::ALL.to_vec(),
+            isas: Isa::available().collect(),
+            effort: Effort::default(),
+        }
+    }
+}
+
+/// How far a run is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Progress {
+    /// The operator at work.
+    pub operator: Operator,
+    /// Cases that ran, each for one dtype.
+    pub done: usize,
+    /// Cases in all.
+    pub total: usize,
+}
+
+/// One combination of options. Its `Display` names them, as in `rotate act=silu pairing=half`.
+trait Case: fmt::Display + Send + Sync {
+    /// Draws the inputs, runs on each instruction set and records what came out.
+    fn run(&self, dtype: DType, isas: &[Isa], outcomes: &mut Outcomes);
+}
+
+/// Runs the selected cases on the current rayon pool. There is one outcome for each operator,
+/// output, dtype and instruction set, in this order; `progress` is called from time to time.
+pub fn run(selection: &Selection, progress: &mut dyn FnMut(Progress)) -> Vec<Outcome> {
+    let isas: Vec<Isa> = selection.isas.iter().copied().filter(|isa| isa.is_available()).collect();
+    let matrices: Vec<(Operator, Vec<Box<dyn Case>>)> =
+        selection.operators.iter().map(|&o| (o, o.cases(selection.effort))).collect();
+    let total = matrices.iter().map(|(_, cases)| cases.len() * selection.dtypes.len()).sum();
+    let (mut done, mut outcomes) = (0, Vec::new());
+    for (operator, cases) in &matrices {
+        let mut of_operator = Outcomes::new(*operator);
+        let jobs: Vec<_> = cases
+            .iter()
+            .flat_map(|case| selection.dtypes.iter().map(move |d| (case, *d)))
+            .collect();
+        for chunk in jobs.chunks(256) {
+            progress(Progress { operator: *operator, done, total });
+            let found = chunk
+                .par_iter()
+                .fold(
+                    || Outcomes::new(*operator),
+                    |mut outcomes, (case, dtype)| {
+                        case.run(*dtype, &isas, &mut outcomes);
+                        outcomes
+                    },
+                )
+                .reduce(|| Outcomes::new(*operator), Outcomes::merged);
+            of_operator = of_operator.merged(found);
+            done += chunk.len();
+        }
+        outcomes.extend(of_operator.into_vec());
+    }
+    outcomes
+}
