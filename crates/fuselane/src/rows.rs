@@ -444,6 +444,12 @@ impl<'a, const I: usize, const O: usize, const SI: usize, const SO: usize> Rows<
         self.count
     }
 
+    /// Whether there is nothing to read or write. Of rows without elements there may be more than
+    /// anyone could walk over.
+    fn is_empty(&self) -> bool {
+        self.count == 0 || self.operands().all(|o| o.len == 0)
+    }
+
     /// The length of each row of an input.
     pub(crate) fn input_len(&self, i: usize) -> usize {
         self.inputs[i].len
@@ -473,7 +479,7 @@ impl<'a, const I: usize, const O: usize, const SI: usize, const SO: usize> Rows<
     /// Runs `work` over all rows, in parallel where that pays, in parts of whole groups of
     /// `group` rows.
     pub(crate) fn for_each_part(&self, group: usize, work: impl Fn(Part<'_, I, O, SI, SO>) + Sync) {
-        if self.count == 0 {
+        if self.is_empty() {
             return;
         }
         parallel::for_each_range(self.count / group, self.row_bytes() * group, |range| {
@@ -489,6 +495,9 @@ impl<'a, const I: usize, const O: usize, const SI: usize, const SO: usize> Rows<
         total: &mut [R],
         work: impl Fn(Part<'_, I, O, SI, SO>, &mut [R]) + Sync,
     ) {
+        if self.is_empty() {
+            return;
+        }
         let groups = self.count / group.max(1);
         parallel::sum_over_ranges(groups, self.row_bytes() * group, total, |range, partial| {
             work(self.part(range.start * group..range.end * group), partial);
@@ -559,8 +568,11 @@ fn operand(base: *mut u8, view: &View<'_>) -> Operand {
     let size = view.dtype().size();
     let mut steps = [0; MAX_RANK];
     let (&len, outer) = view.shape().split_last().unwrap_or((&1, &[]));
-    for (step, &stride) in steps.iter_mut().zip(&view.strides()[..outer.len()]) {
-        *step = stride.wrapping_mul(size as isize);
+    // The strides of an empty view may be anything, and products with them overflow.
+    if !view.is_empty() {
+        for (step, &stride) in steps.iter_mut().zip(&view.strides()[..outer.len()]) {
+            *step = stride.wrapping_mul(size as isize);
+        }
     }
     Operand { base, size, len, steps }
 }

@@ -197,8 +197,10 @@ macro_rules! common {
                     ));
                 }
                 if len > 0 {
-                    let skip =
-                        start as isize * self.layout.strides[dim] * self.dtype.size() as isize;
+                    // An empty view may have any strides; where it lies does not matter.
+                    let skip = (start as isize)
+                        .wrapping_mul(self.layout.strides[dim])
+                        .wrapping_mul(self.dtype.size() as isize);
                     self.ptr = self.ptr.wrapping_offset(skip);
                 }
                 self.layout.shape[dim] = len;
@@ -539,11 +541,13 @@ fn for_each_offset(layout: &Layout, mut visit: impl FnMut(isize)) {
         visit(offset);
         for d in (0..layout.rank).rev() {
             index[d] += 1;
-            offset += layout.strides[d];
+            // One past the last index may lie anywhere, and the stride of a single index may be
+            // anything; both are taken back before the offset is used.
+            offset = offset.wrapping_add(layout.strides[d]);
             if index[d] < layout.shape[d] {
                 continue 'next;
             }
-            offset -= layout.strides[d] * layout.shape[d] as isize;
+            offset = offset.wrapping_sub(layout.strides[d].wrapping_mul(layout.shape[d] as isize));
             index[d] = 0;
         }
         return;

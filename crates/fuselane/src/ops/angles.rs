@@ -264,7 +264,9 @@ impl AngleTable {
             sin.resize(total, 0.0);
             let frequencies = split.frequencies::<R>(theta);
             for (axis, entry) in entries.iter().enumerate() {
-                for i in 0..entry.len {
+                // Without angles there may be any number of coordinates.
+                let len = if entry.width == 0 || split.theta_heads == 0 { 0 } else { entry.len };
+                for i in 0..len {
                     let coordinate = R::of_integer(entry.start + i as i64);
                     for head in 0..split.theta_heads {
                         let at = entry.first + (i * split.theta_heads + head) * entry.width;

@@ -141,7 +141,11 @@ impl Rotate<'_> {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(&self, call: RotateBackward<'_>) -> Result<()> {
-        let [_, _, _, d] = tokens::dimensions("rotate", "grad", &call.grad, self.layout)?;
+        let [_, _, _, mut d] = tokens::dimensions("rotate", "grad", &call.grad, self.layout)?;
+        if let Some(x) = &call.x {
+            // Where the two differ, grad is at fault, and not theta.
+            [.., d] = tokens::dimensions("rotate", "x", x, self.layout)?;
+        }
         let rotation = self.rotation(call.angles, d)?;
         let RotateBackward { x, grad, angles, dx, dtheta } = call;
         let gradients = Gradients { x, grad, dx, dtheta };
@@ -183,17 +187,16 @@ impl Rotate<'_> {
             },
         };
         // Frequencies for pairs that do not exist are a mistake, but a grid's may not come out even.
-        if let Angles::Theta(theta) = angles {
-            if let [_, columns] = *theta.shape() {
-                if columns > most.max(1) {
-                    return Err(Error::new(
-                        "rotate",
-                        "theta",
-                        format!("has {columns} frequencies"),
-                        format!("at most {most} (pairs of {d} features)"),
-                    ));
-                }
-            }
+        if let Angles::Theta(theta) = angles
+            && let [_, columns] = *theta.shape()
+            && columns > most.max(1)
+        {
+            return Err(Error::new(
+                "rotate",
+                "theta",
+                format!("has {columns} frequencies"),
+                format!("at most {most} (pairs of {d} features)"),
+            ));
         }
         let pairs = self.pairs.unwrap_or(given);
         if pairs > most {

@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::ops::act::{self, Act};
 use crate::ops::angles::{AnglePlan, Angles, Placement, TokenAngles, padded};
 use crate::ops::softmax;
-use crate::rows::{Operands, Part, Row, Rows, contiguous_rows};
+use crate::rows::{Named, Operands, Part, Row, Rows, contiguous_rows, disjoint};
 use crate::scratch::Scratch;
 use crate::simd::{Arithmetic, KernelIn, Lanes, Math, Memory, Task};
 use crate::view::{View, ViewMut};
@@ -145,6 +145,16 @@ pub(crate) struct Call<'a> {
     pub(crate) count: usize,
 }
 
+impl<'a> Call<'a> {
+    /// Theta, as an input that no output may overlap.
+    fn theta(&self) -> Named<Option<View<'a>>> {
+        match self.angles {
+            Angles::Theta(theta) => ("theta", Some(theta)),
+            Angles::Table(_) => ("theta", None),
+        }
+    }
+}
+
 /// Tensors of a backward call.
 pub(crate) struct Gradients<'a> {
     pub(crate) x: Option<View<'a>>,
@@ -217,6 +227,8 @@ pub(crate) fn forward<E: Encoding>(
     let isa = isa();
     with_real!(x.dtype(), R => {
         let plan = Plan::<R>::new(E::OPERATOR, call, &x, [b, n, h, d], encoding.table_len())?;
+        // All of it at once: packed sequences are worked on one after the other.
+        disjoint(E::OPERATOR, &[("x", Some(x)), call.theta()], &[("o", o.as_view())])?;
         let x = x.permute(&order)?;
         for tokens in plan.sequences() {
             let x = x.narrow(0, tokens.start, tokens.len())?;
@@ -271,8 +283,12 @@ pub(crate) fn backward<E: Encoding>(
     let order = tokens_first(call.layout);
     let isa = isa();
     with_real!(like.1.dtype(), R => {
-        let plan = Plan::<R>::new(operator, call, &like.1, [b, n, h, d], encoding.table_len())?;
+        let mut plan = Plan::<R>::new(operator, call, &like.1, [b, n, h, d], encoding.table_len())?;
         let split = plan.angles.split;
+        if gradients.dtheta.is_some() {
+            // The order of tokens and heads is that of the sums in dtheta.
+            plan.tile = all_heads(&like.1, h, d);
+        }
         if let Some(dtheta) = &gradients.dtheta {
             let expected = [split.theta_heads, split.theta_columns];
             if dtheta.shape() != expected {
@@ -281,12 +297,12 @@ pub(crate) fn backward<E: Encoding>(
                     operator, "dtheta", got, format!("{expected:?} (shape of theta)"),
                 ));
             }
-            let mut inputs = vec![("grad", Some(grad)), ("x", x)];
-            if let Angles::Theta(theta) = call.angles {
-                inputs.push(("theta", Some(theta)));
-            }
-            crate::rows::disjoint(operator, &inputs, &[("dtheta", dtheta.as_view())])?;
         }
+        let inputs = [("x", gradients.x), ("grad", Some(grad)), call.theta()];
+        let mut written = Vec::with_capacity(2);
+        written.extend(gradients.dx.iter().map(|dx| ("dx", dx.as_view())));
+        written.extend(gradients.dtheta.iter().map(|dtheta| ("dtheta", dtheta.as_view())));
+        disjoint(operator, &inputs, &written)?;
         let mut angle_sums = Scratch::<R>::zeros(split.theta_heads * split.count);
         for tokens in plan.sequences() {
             let cut = tokens.start;
@@ -368,6 +384,12 @@ struct Plan<'a, R: Real> {
 /// stream, little enough that the angles stay in the first-level cache.
 const TILE_BYTES: usize = 4096;
 
+/// A tile of tokens with all their heads.
+fn all_heads(x: &View<'_>, heads: usize, features: usize) -> [usize; 2] {
+    let token = heads.max(1) * (features * x.dtype().size()).max(1);
+    [(TILE_BYTES / token).max(1), heads]
+}
+
 impl<'a, R: Arithmetic> Plan<'a, R> {
     fn new(
         operator: &'static str,
@@ -379,11 +401,10 @@ impl<'a, R: Arithmetic> Plan<'a, R> {
         let angles = AnglePlan::new(operator, call.angles, call.placement, call.count, [b, n, h])?;
         let order = tokens_first(call.layout);
         let [token_stride, head_stride] = [0, 2].map(|i| x.strides()[order[i]].unsigned_abs());
-        let row = (d * x.dtype().size()).max(1);
         let tile = if head_stride <= token_stride || h == 1 {
-            [(TILE_BYTES / (row * h.max(1))).max(1), h]
+            all_heads(x, h, d)
         } else {
-            [(TILE_BYTES / row).max(1), 1]
+            [(TILE_BYTES / (d * x.dtype().size()).max(1)).max(1), 1]
         };
         Ok(Self {
             act: call.act,
