@@ -17,9 +17,9 @@ use crate::{Bound, Case};
 /// times 1 for the sine or the cosine, after the terms of the activation; those of dtheta are the
 /// products of the coordinate, both gradients and both elements of a pair.
 pub const BOUNDS: [Bound; 3] = [
-    Bound { output: "o", f32: 8.0, f64: 8.0 },
-    Bound { output: "dx", f32: 8.0, f64: 8.0 },
-    Bound { output: "dtheta", f32: 8.0, f64: 8.0 },
+    Bound { output: "o", f32: 7.5, f64: 25.0 },
+    Bound { output: "dx", f32: 5.5, f64: 20.0 },
+    Bound { output: "dtheta", f32: 3.5, f64: 4.0 },
 ];
 
 /// How many pairs rotate.
@@ -40,7 +40,7 @@ struct Rotation {
 }
 
 /// Features around the widths of lanes (4, 8, 16) for pairs and for features.
-const FEATURES: [usize; 13] = [8, 16, 34, 6, 32, 9, 18, 2, 30, 64, 14, 10, 33];
+const FEATURES: [usize; 13] = [8, 16, 34, 6, 32, 9, 18, 2, 30, 20, 14, 10, 33];
 
 pub(crate) fn cases() -> Vec<Box<dyn Case>> {
     let mut cases: Vec<Box<dyn Case>> = Vec::new();
@@ -58,6 +58,9 @@ pub(crate) fn cases() -> Vec<Box<dyn Case>> {
                         for shared_frequency in [false, true] {
                             for order in ORDERS {
                                 for table in [false, true] {
+                                    if !placement.suits(act, order, table) {
+                                        continue;
+                                    }
                                     let i = cases.len();
                                     let d = FEATURES[i % FEATURES.len()];
                                     let heads = 1 + i % 3;
