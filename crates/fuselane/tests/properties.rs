@@ -64,15 +64,15 @@ proptest! {
         let sizes: Vec<f64> = pairs()
             .map(|(&x, &grad)| grad.abs() * reference::act::slope_magnitude(act, x))
             .collect();
-        // The cube in gelu_tanh leaves f64 itself for the largest x: there the reference is silent.
-        let silent = |i: usize| act == Act::GeluTanh && x.values[i].abs() > 1e100 && truth[i].is_nan();
+        // For the largest x the reference leaves f64 itself, where cubes and doubles overflow.
+        let silent = |i: usize| x.values[i].abs() > 1e100 && !truth[i].is_finite();
         let call = Call::new(vec![x.clone(), grad.clone()], out(), |i, mut o| {
             act.backward_into(i[0], i[1], o.remove(0))
         });
         for results in call.everywhere(random) {
             let mut dx = results.values(0);
             for i in (0..dx.len()).filter(|&i| silent(i)) {
-                dx[i] = f64::NAN;
+                dx[i] = truth[i];
             }
             assert_near("dx", dtype, &dx, &truth, &sizes, ULPS);
         }
