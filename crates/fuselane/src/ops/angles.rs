@@ -204,8 +204,10 @@ impl Split {
     pub(crate) fn gather<R: Real>(&self, angles: &[R], dtheta: &mut ViewMut<'_>) {
         let len = self.theta_heads * self.theta_columns;
         let mut sums = Scratch::<f64>::zeros(len);
+        // No sums, where there was nothing to sum.
+        let count = if angles.is_empty() { 0 } else { self.count };
         for row in 0..self.theta_heads {
-            for angle in 0..self.count {
+            for angle in 0..count {
                 sums[row * self.theta_columns + self.column(angle)] +=
                     angles[row * self.count + angle].to_f64();
             }
@@ -459,7 +461,10 @@ impl<'a, R: Real> AnglePlan<'a, R> {
             Angles::Theta(theta) => {
                 let split = Split::new(operator, theta, count, placement.axes())?;
                 split.check_heads(operator, "theta", heads)?;
-                (split, Source::Frequencies(split.frequencies(theta)))
+                // An empty tensor may have any number of features.
+                let used = batch > 0 && tokens > 0 && heads > 0;
+                let theta = if used { split.frequencies(theta) } else { Scratch::new(0) };
+                (split, Source::Frequencies(theta))
             }
             Angles::Table(table) => {
                 check_table(operator, table, R::DTYPE, placement, count, heads, tokens)?;

@@ -303,7 +303,8 @@ pub(crate) fn backward<E: Encoding>(
         written.extend(gradients.dx.iter().map(|dx| ("dx", dx.as_view())));
         written.extend(gradients.dtheta.iter().map(|dtheta| ("dtheta", dtheta.as_view())));
         disjoint(operator, &inputs, &written)?;
-        let mut angle_sums = Scratch::<R>::zeros(split.theta_heads * split.count);
+        let angles = if like.1.is_empty() { 0 } else { split.theta_heads * split.count };
+        let mut angle_sums = Scratch::<R>::zeros(angles);
         for tokens in plan.sequences() {
             let cut = tokens.start;
             let len = tokens.len();
@@ -323,7 +324,7 @@ pub(crate) fn backward<E: Encoding>(
                 None => Scratch::new(0),
             };
             let mut dots = Scratch::<R>::zeros(0);
-            if call.act == FusedAct::SoftmaxSequence {
+            if call.act == FusedAct::SoftmaxSequence && !like_part.is_empty() {
                 dots = Scratch::zeros(b * h * d);
                 let rows = Rows::new(operator, Operands {
                     input_len: [None, Some(width)],
@@ -345,7 +346,7 @@ pub(crate) fn backward<E: Encoding>(
             let stream = rows.stream();
             let (columns, dots) = (&columns, &dots);
             if gradients.dtheta.is_some() {
-                let total = &mut angle_sums[..split.theta_heads * split.count];
+                let total = &mut angle_sums[..angles];
                 rows.sum_over_parts(b * h, total, |part, sums| {
                     let sums = Some(sums);
                     let kernel = Backward { walk, part, columns, dots, sums, stream };
@@ -445,7 +446,7 @@ impl<'a, R: Arithmetic> Plan<'a, R> {
         isa: Isa,
         x: &View<'_>,
     ) -> Result<Scratch<R>> {
-        if self.act != FusedAct::SoftmaxSequence {
+        if self.act != FusedAct::SoftmaxSequence || x.is_empty() {
             return Ok(Scratch::new(0));
         }
         let (n, columns) = (x.shape()[0], 2 * self.features);
