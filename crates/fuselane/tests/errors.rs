@@ -5,10 +5,10 @@ mod common;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use common::{Call, Input, Layout, Memory, Output, assert_refused, poison};
+use common::{Call, Input, Layout, Memory, Output, assert_refused, cases, poison};
 use fuselane::reference::Random;
 use fuselane::{
-    Act, AngleTable, Cosine, CosineBackward, DType, FusedAct, Isa, Normalize, NormalizeBackward,
+    Act, AngleTable, Buffer, Cosine, CosineBackward, DType, FusedAct, Isa, Normalize, NormalizeBackward,
     NormalizeForward, Pairing, Partial, Positions, Residual, Result, Rotate, RotateBackward,
     Softmax, TokenLayout, View, ViewMut, with_isa,
 };
@@ -632,6 +632,62 @@ fn strides_that_no_index_uses_may_be_anything() {
     }
 }
 
+#[test]
+fn empty_tensors_cost_nothing_however_large_their_other_dimensions() {
+    let many = 1 << 45;
+    let nothing: [f32; 0] = [];
+    let theta = [0.5f32];
+    let theta = View::new(&theta, &[1, 1]).unwrap();
+    for zero in 0..4 {
+        for large in (0..4).filter(|&d| d != zero) {
+            let mut shape = [1; 4];
+            (shape[zero], shape[large]) = (0, many);
+            let x = View::new(&nothing, &shape).unwrap();
+            let o = || Buffer::zeros(F32, &shape).unwrap();
+            let mut wide = shape;
+            wide[3] *= 2;
+            Act::Silu.forward_into(x, o().view_mut()).unwrap();
+            Act::Silu.backward_into(x, x, o().view_mut()).unwrap();
+            for dim in 0..4 {
+                Softmax::over(dim).forward_into(x, o().view_mut()).unwrap();
+                Softmax::over(dim).backward_into(x, x, o().view_mut()).unwrap();
+                Softmax::over(dim).backward_from_input_into(x, x, o().view_mut()).unwrap();
+            }
+            for act in [FusedAct::default(), FusedAct::SoftmaxFeatures, FusedAct::SoftmaxSequence] {
+                let layout = TokenLayout::TokensHeads;
+                let rotate = Rotate { act, ..Rotate::default() };
+                let cosine = Cosine { act, layout, ..Cosine::default() };
+                rotate.forward_into(x, theta, o().view_mut()).unwrap();
+                let mut encoded = Buffer::zeros(F32, &wide).unwrap();
+                cosine.forward_into(x, theta, encoded.view_mut()).unwrap();
+                let mut dtheta = [f32::NAN; 1];
+                let (mut dx, angles) = (o(), theta.into());
+                rotate
+                    .backward_into(RotateBackward {
+                        x: Some(x),
+                        grad: x,
+                        angles,
+                        dx: Some(dx.view_mut()),
+                        dtheta: Some(ViewMut::new(&mut dtheta, &[1, 1]).unwrap()),
+                    })
+                    .unwrap();
+                assert_eq!(dtheta, [0.0]);
+                dtheta = [f32::NAN];
+                cosine
+                    .backward_into(CosineBackward {
+                        x: Some(x),
+                        grad: encoded.view(),
+                        angles,
+                        dx: Some(dx.view_mut()),
+                        dtheta: Some(ViewMut::new(&mut dtheta, &[1, 1]).unwrap()),
+                    })
+                    .unwrap();
+                assert_eq!(dtheta, [0.0]);
+            }
+        }
+    }
+}
+
 /// Two tensors of one memory, `step` elements apart.
 fn overlapping(
     len: usize,
@@ -1012,9 +1068,7 @@ fn super_garbage(random: &mut Random) -> (Vec<usize>, Vec<isize>, usize) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: 20_000, failure_persistence: None, ..ProptestConfig::default()
-    })]
+    #![proptest_config(cases(50_000))]
 
     #[test]
     fn whatever_comes_in_no_panic_comes_out(seed: u64) {

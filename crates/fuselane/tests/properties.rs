@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Call, Input, Output, Tokens, assert_near};
+use common::{Call, Input, Output, Tokens, assert_near, cases};
 use fuselane::reference::{self, Random, angles};
 use fuselane::{
     Act, Cosine, CosineBackward, DType, FusedAct, GatePosition, Normalize, NormalizeBackward,
@@ -16,10 +16,6 @@ use proptest::prelude::*;
 /// Ulps of the arithmetic that are allowed beside the rounding of the output: loose, the tight
 /// bounds are in the option matrix.
 const ULPS: f64 = 64.0;
-
-fn config(cases: u32) -> ProptestConfig {
-    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
-}
 
 /// Shapes of up to five dimensions with zeros, ones and odd sizes, of at most a few thousand
 /// elements.
@@ -40,7 +36,7 @@ fn long_dimension(random: &mut Random, shape: &[usize]) -> usize {
 }
 
 proptest! {
-    #![proptest_config(config(400))]
+    #![proptest_config(cases(1500))]
 
     #[test]
     fn act(shape in shapes(0), dtype in dtypes(), act in prop::sample::select(Act::ALL.to_vec()),
@@ -131,7 +127,7 @@ fn rotation(random: &mut Random, size: usize) -> (Tokens, Input, Pairing, Partia
 }
 
 proptest! {
-    #![proptest_config(config(300))]
+    #![proptest_config(cases(1000))]
 
     #[test]
     fn rotate(size in 1usize..24, specials: bool, seed: u64) {
@@ -330,7 +326,7 @@ fn folded(shape: &[usize], dim: usize) -> [usize; 3] {
 }
 
 proptest! {
-    #![proptest_config(config(300))]
+    #![proptest_config(cases(1000))]
 
     #[test]
     fn softmax(shape in shapes(1), dtype in dtypes(), log: bool, zero_masked_rows: bool,
@@ -425,7 +421,7 @@ fn take<'v>(
 }
 
 proptest! {
-    #![proptest_config(config(400))]
+    #![proptest_config(cases(1500))]
 
     #[test]
     fn normalize(shape in shapes(1), dtype in dtypes(), center: bool, specials: bool, seed: u64) {
@@ -620,7 +616,7 @@ fn nan_fills_its_group(what: &str, o: &[f64], input: &reference::normalize::Inpu
 }
 
 proptest! {
-    #![proptest_config(config(100))]
+    #![proptest_config(cases(300))]
 
     #[test]
     fn a_residual_in_place_is_one_that_is_not(shape in shapes(1), dtype in dtypes(), seed: u64) {

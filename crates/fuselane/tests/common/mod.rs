@@ -9,6 +9,8 @@ use fuselane::{
     with_isa,
 };
 use half::{bf16, f16};
+use proptest::prelude::ProptestConfig;
+use proptest::test_runner::RngSeed;
 
 /// Shape and strides over a [`Memory`], with the element that index 0 lies at.
 #[derive(Debug, Clone, PartialEq)]
@@ -523,6 +525,17 @@ pub(crate) fn assert_near(
         let magnitude = magnitude[i];
         assert!(near, "{what}: [{i}] is {got:e}, the reference {truth:e} (terms {magnitude:e})");
     }
+}
+
+/// The same cases in every run, so that a failure is nobody's bad luck; `PROPTEST_RNG_SEED` asks for
+/// others.
+pub(crate) fn cases(count: u32) -> ProptestConfig {
+    let defaults = ProptestConfig::default();
+    let rng_seed = match defaults.rng_seed {
+        RngSeed::Random => RngSeed::Fixed(1),
+        chosen => chosen,
+    };
+    ProptestConfig { cases: count, failure_persistence: None, rng_seed, ..defaults }
 }
 
 /// Runs `f` on a rayon pool of its own.
