@@ -55,7 +55,7 @@ fn random(dtype: DType, shape: &[usize], seed: u64) -> Input {
 
 #[test]
 fn act() {
-    for (dtype, shape) in [(DType::F32, [3, 101, 701]), (DType::BF16, [3, 301, 701])] {
+    for (dtype, shape) in [(DType::F32, [3, 81, 701]), (DType::BF16, [3, 201, 701])] {
         for act in [Act::Relu, Act::Gelu] {
             let inputs = || vec![random(dtype, &shape, 1), random(dtype, &shape, 2)];
             let out = || vec![Output::new(dtype, &shape)];
@@ -71,9 +71,9 @@ fn act() {
 
 #[test]
 fn softmax() {
-    for dtype in [DType::F32, DType::F16] {
+    for dtype in [DType::F32, DType::BF16] {
         for (dim, shape) in
-            [(2, [3, 99, 1203]), (1, [2, 999, 201]), (0, [500, 3, 257]), (2, [2, 3, 60_001])]
+            [(2, [3, 99, 903]), (1, [2, 699, 201]), (0, [400, 3, 257]), (2, [2, 2, 70_001])]
         {
             for log in [false, true] {
                 let softmax = Softmax { log, ..Softmax::over(dim) };
@@ -197,7 +197,7 @@ fn normalize() {
             },
         ),
     ] {
-        for (shape, gated) in [([501, 3, 404], false), ([501, 3, 404], true), ([3, 40, 9000], true)]
+        for (shape, gated) in [([201, 3, 404], false), ([201, 3, 404], true), ([3, 9, 9000], true)]
         {
             let d = shape[2];
             let what = format!("normalize {norm:?} {dtype} {shape:?}");

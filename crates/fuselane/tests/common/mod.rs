@@ -85,7 +85,8 @@ impl Layout {
         let mut places = vec![self.offset];
         for (&size, &stride) in self.shape.iter().zip(&self.strides) {
             let steps = (0..size).map(|i| i as isize * stride).collect::<Vec<_>>();
-            let all = places.iter().flat_map(|&at| steps.iter().map(move |&s| at.wrapping_add_signed(s)));
+            let all =
+                places.iter().flat_map(|&at| steps.iter().map(move |&s| at.wrapping_add_signed(s)));
             places = all.collect();
         }
         places
