@@ -482,8 +482,8 @@ fn rotate() {
 
 #[test]
 fn cosine() {
-    let (theta, wide): ((DType, &[usize]), (DType, &[usize])) =
-        ((F32, &[1, 8]), (F32, &[2, 6, 3, 16]));
+    let theta: (DType, &[usize]) = (F32, &[1, 8]);
+    let wide: (DType, &[usize]) = (F32, &[2, 6, 3, 16]);
     let layout = TokenLayout::TokensHeads;
     for act in [FusedAct::default(), FusedAct::SoftmaxFeatures, FusedAct::SoftmaxSequence] {
         positions_are_checked("cosine", theta, wide, |positions, extra_tokens, sequences, i, o| {
