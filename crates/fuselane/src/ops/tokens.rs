@@ -229,6 +229,9 @@ pub(crate) fn forward<E: Encoding>(
         let plan = Plan::<R>::new(E::OPERATOR, call, &x, [b, n, h, d], encoding.table_len())?;
         // All of it at once: packed sequences are worked on one after the other.
         disjoint(E::OPERATOR, &[("x", Some(x)), call.theta()], &[("o", o.as_view())])?;
+        if x.is_empty() {
+            return Ok(());
+        }
         let x = x.permute(&order)?;
         for tokens in plan.sequences() {
             let x = x.narrow(0, tokens.start, tokens.len())?;
@@ -257,16 +260,12 @@ pub(crate) fn backward<E: Encoding>(
     let operator = E::OPERATOR;
     let grad = gradients.grad;
     let needs_x = call.act != FusedAct::default() || gradients.dtheta.is_some();
-    let x = match gradients.x {
-        Some(x) => Some(x).filter(|_| needs_x),
-        None if needs_x => {
-            let expected = "it (the backward of an activation and dtheta need it)";
-            return Err(Error::new(operator, "x", "is missing", expected));
-        }
-        None => None,
-    };
+    if needs_x && gradients.x.is_none() {
+        let expected = "it (the backward of an activation and dtheta need it)";
+        return Err(Error::new(operator, "x", "is missing", expected));
+    }
     // The dimensions come from x where there is one, else from dx, whose shape is the same.
-    let like = match (&x, &gradients.dx) {
+    let like = match (&gradients.x, &gradients.dx) {
         (Some(x), _) => ("x", *x),
         (None, Some(dx)) => ("dx", View::dense_shape(dx.dtype(), dx.shape())?),
         (None, None) => return Ok(()),
@@ -277,9 +276,10 @@ pub(crate) fn backward<E: Encoding>(
     if let Some(dx) = &gradients.dx {
         check_shape(operator, "dx", &dx.as_view(), (like.0, &like.1), d)?;
     }
-    if let Some(x) = &x {
+    if let Some(x) = &gradients.x {
         contiguous_rows(operator, "x", *x)?;
     }
+    let x = gradients.x.filter(|_| needs_x);
     let order = tokens_first(call.layout);
     let isa = isa();
     with_real!(like.1.dtype(), R => {
@@ -303,6 +303,12 @@ pub(crate) fn backward<E: Encoding>(
         written.extend(gradients.dx.iter().map(|dx| ("dx", dx.as_view())));
         written.extend(gradients.dtheta.iter().map(|dtheta| ("dtheta", dtheta.as_view())));
         disjoint(operator, &inputs, &written)?;
+        if like.1.is_empty() {
+            if let Some(dtheta) = &mut gradients.dtheta {
+                dtheta.fill_zero();
+            }
+            return Ok(());
+        }
         let mut angle_sums = Scratch::<R>::zeros(split.theta_heads * split.count);
         for tokens in plan.sequences() {
             let cut = tokens.start;
@@ -601,6 +607,10 @@ impl<E: Encoding, R: Real> Walk<'_, '_, E, R> {
                 for batch in 0..plan.batch {
                     for token in tile.clone() {
                         let slot = if per_batch { 0 } else { token - t0 };
+                        let row = (token * plan.batch + batch) * plan.heads + h0;
+                        if row >= range.end || row + heads.len() <= range.start {
+                            continue; // another part's
+                        }
                         if per_batch {
                             self.fill::<L>(&mut tables, 0, [batch, token], heads.clone());
                         }
