@@ -1,17 +1,20 @@
 //! What each command runs, as a list, and the loop that runs it.
 //!
-//! Only two profiles are built. The Rust tests use `test`, which is optimised but keeps its
-//! overflow checks and debug assertions; the examples and the program share one `release` build.
+//! Everything that `cargo xtask test` runs comes from one `release` build with all features: the
+//! kernels take a minute to compile, so they are compiled once. (`cargo test` by itself uses the
+//! `test` profile, which is optimised too but checks arithmetic for overflow.)
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// One call of cargo.
+/// One call of cargo, or of a program that an earlier step built.
 #[derive(Debug)]
 pub(crate) struct Step {
     name: String,
+    /// Relative to the folder of the release build; cargo itself where there is none.
+    built: Option<PathBuf>,
     arguments: Vec<String>,
     environment: Option<(&'static str, &'static str)>,
 }
@@ -21,15 +24,26 @@ impl Step {
     fn new(name: &str, arguments: &str) -> Self {
         Self {
             name: name.to_owned(),
+            built: None,
             arguments: arguments.split_whitespace().map(str::to_owned).collect(),
             environment: None,
         }
     }
 
+    /// A program of the release build.
+    fn built(name: &str, program: &str, arguments: &str) -> Self {
+        let program = format!("{program}{}", std::env::consts::EXE_SUFFIX);
+        Self { built: Some(PathBuf::from(program)), ..Self::new(name, arguments) }
+    }
+
     /// The command as one would type it.
     fn line(&self) -> String {
         let variable = self.environment.map(|(k, v)| format!("{k}=\"{v}\" ")).unwrap_or_default();
-        format!("{variable}cargo {}", self.arguments.join(" "))
+        let program = match &self.built {
+            Some(path) => Path::new("target/release").join(path).display().to_string(),
+            None => "cargo".to_owned(),
+        };
+        format!("{variable}{program} {}", self.arguments.join(" ")).trim_end().to_owned()
     }
 }
 
@@ -54,15 +68,14 @@ pub(crate) fn ci() -> std::io::Result<Vec<Step>> {
 }
 
 fn test_steps(examples: &[String], large: bool) -> Vec<Step> {
-    let mut steps = vec![
-        Step::new("Rust tests", "test --workspace --all-features --no-fail-fast"),
-        Step::new("release build", "build --release --bins --examples"),
-    ];
+    let mut steps = vec![Step::new(
+        "Rust tests", // which builds the program and the examples too
+        "test --release --workspace --all-features --no-fail-fast",
+    )];
     for example in examples {
-        let arguments = format!("run --release --example {example}");
-        steps.push(Step::new(&format!("example {example}"), &arguments));
+        steps.push(Step::built(&format!("example {example}"), &format!("examples/{example}"), ""));
     }
-    steps.push(Step::new("fuselane check", "run --release --bin fuselane -- check"));
+    steps.push(Step::built("fuselane check", "fuselane", "check"));
     if large {
         // One at a time, since each fills the memory. `--tests` leaves out documentation
         // examples, where `ignored` has another meaning.
@@ -98,7 +111,8 @@ pub(crate) fn run(steps: &[Step]) -> bool {
     for (index, step) in steps.iter().enumerate() {
         eprintln!("\n==> [{}/{}] {}: {}", index + 1, steps.len(), step.name, step.line());
         let start = Instant::now();
-        let status = Command::new(&cargo)
+        let program = step.built.as_ref().map(|path| target().join("release").join(path));
+        let status = Command::new(program.as_deref().unwrap_or(Path::new(&cargo)))
             .args(&step.arguments)
             .envs(step.environment)
             .current_dir(&root)
@@ -106,7 +120,7 @@ pub(crate) fn run(steps: &[Step]) -> bool {
         let passed = match status {
             Ok(status) => status.success(),
             Err(error) => {
-                eprintln!("xtask: cannot start cargo: {error}");
+                eprintln!("xtask: cannot start it: {error}");
                 false
             }
         };
@@ -136,6 +150,14 @@ fn summary(results: &[(&str, Duration, bool)]) -> String {
     text
 }
 
+/// The folder that cargo builds into.
+fn target() -> PathBuf {
+    match std::env::var_os("CARGO_TARGET_DIR") {
+        Some(folder) => root().join(folder),
+        None => root().join("target"),
+    }
+}
+
 /// The workspace's root: the folder above this crate's, which cargo tells when it runs us.
 fn root() -> PathBuf {
     let here = std::env::var_os("CARGO_MANIFEST_DIR");
@@ -151,8 +173,8 @@ mod tests {
     fn every_example_is_run() {
         let steps = test_steps(&["block".to_owned(), "pool".to_owned()], false);
         let lines: Vec<String> = steps.iter().map(Step::line).collect();
-        assert!(lines.contains(&"cargo run --release --example block".to_owned()));
-        assert!(lines.contains(&"cargo run --release --example pool".to_owned()));
+        assert!(lines.contains(&"target/release/examples/block".to_owned()));
+        assert!(lines.contains(&"target/release/examples/pool".to_owned()));
         assert!(!lines.iter().any(|line| line.contains("--ignored")));
     }
 

@@ -37,6 +37,8 @@
 mod dtype;
 mod error;
 pub mod machine;
+#[cfg(feature = "ndarray")]
+mod ndarray;
 pub mod ops;
 mod parallel;
 pub mod pool;

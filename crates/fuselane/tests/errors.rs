@@ -8,8 +8,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use common::{Call, Input, Layout, Memory, Output, assert_refused, poison};
 use fuselane::reference::Random;
 use fuselane::{
-    Act, AngleTable, Cosine, CosineBackward, DType, FusedAct, Isa, Pairing, Partial, Positions,
-    Result, Rotate, RotateBackward, Softmax, TokenLayout, View, ViewMut, with_isa,
+    Act, AngleTable, Cosine, CosineBackward, DType, FusedAct, Isa, Normalize, NormalizeBackward,
+    NormalizeForward, Pairing, Partial, Positions, Residual, Result, Rotate, RotateBackward,
+    Softmax, TokenLayout, View, ViewMut, with_isa,
 };
 use proptest::prelude::*;
 
@@ -108,6 +109,246 @@ fn softmax() {
             softmax.forward_into(i[0].permute(&[1, 0])?, o.remove(0))
         });
     }
+}
+
+#[test]
+fn normalize() {
+    const X: (DType, &[usize]) = (F32, &[3, 8]);
+    const KEPT: (DType, &[usize]) = (F32, &[3, 1]);
+    let (rms, layer) = (Normalize::rms_norm(), Normalize::layer_norm());
+    for (argument, norm) in [
+        ("eps", rms.with_eps(-1e-9)),
+        ("eps", rms.with_eps(f64::NAN)),
+        ("eps", rms.with_eps(f64::INFINITY)),
+        ("scale", Normalize { scale: f64::NAN, ..rms }),
+        ("scale", Normalize { scale: f64::NEG_INFINITY, ..rms }),
+        ("groups", rms.with_groups(0)),
+        ("groups", rms.with_groups(3)),
+        ("groups", rms.with_groups(16)),
+        ("groups", rms.with_groups(usize::MAX)),
+    ] {
+        refuse(("normalize", argument), &[X], &[X], |i, mut o| {
+            norm.forward_into(NormalizeForward::new(i[0], o.remove(0)))
+        });
+        refuse(("normalize", argument), &[X, KEPT], &[X], |i, mut o| {
+            let dx = o.pop();
+            norm.backward_into(NormalizeBackward { dx, ..NormalizeBackward::new(i[0], i[0], i[1]) })
+        });
+    }
+    refuse(("normalize", "x"), &[(F32, &[])], &[(F32, &[])], |i, mut o| {
+        rms.forward_into(NormalizeForward::new(i[0], o.remove(0)))
+    });
+    refuse(("normalize", "x"), &[(F32, &[8, 3])], &[X], |i, mut o| {
+        rms.forward_into(NormalizeForward::new(i[0].permute(&[1, 0])?, o.remove(0)))
+    });
+    refuse(("normalize", "o"), &[X], &[(F32, &[8, 3])], |i, mut o| {
+        rms.forward_into(NormalizeForward::new(i[0], o.remove(0).permute(&[1, 0])?))
+    });
+
+    // Each operand of the forward with a wrong shape and, but for parameters, a wrong dtype.
+    let wrong: [(DType, &[usize]); 4] =
+        [(F32, &[3, 7]), (F32, &[24]), (F32, &[8, 3]), (DType::F16, &[3, 8])];
+    for bad in wrong {
+        refuse(("normalize", "o"), &[X], &[bad], |i, mut o| {
+            rms.forward_into(NormalizeForward::new(i[0], o.remove(0)))
+        });
+        refuse(("normalize", "gate"), &[X, bad], &[X], |i, mut o| {
+            let gate = Some(i[1]);
+            rms.forward_into(NormalizeForward { gate, ..NormalizeForward::new(i[0], o.remove(0)) })
+        });
+        refuse(("normalize", "residual"), &[X, bad], &[X], |i, mut o| {
+            let residual = Residual::Add(i[1]);
+            rms.forward_into(NormalizeForward {
+                residual,
+                ..NormalizeForward::new(i[0], o.remove(0))
+            })
+        });
+        refuse(("normalize", "residual"), &[X], &[X, bad], |i, mut o| {
+            let residual = Residual::AddInPlace(o.remove(1));
+            rms.forward_into(NormalizeForward {
+                residual,
+                ..NormalizeForward::new(i[0], o.remove(0))
+            })
+        });
+        refuse(("normalize", "residual_out"), &[X, X], &[X, bad], |i, mut o| {
+            let residual = Residual::AddInto(i[1], o.remove(1));
+            rms.forward_into(NormalizeForward {
+                residual,
+                ..NormalizeForward::new(i[0], o.remove(0))
+            })
+        });
+    }
+    let wrong: [(DType, &[usize]); 3] = [(F32, &[7]), (F32, &[1, 8]), (F32, &[])];
+    for bad in wrong {
+        refuse(("normalize", "weight"), &[X, bad], &[X], |i, mut o| {
+            let weight = Some(i[1]);
+            rms.forward_into(NormalizeForward {
+                weight,
+                ..NormalizeForward::new(i[0], o.remove(0))
+            })
+        });
+        refuse(("normalize", "bias"), &[X, bad], &[X], |i, mut o| {
+            let bias = Some(i[1]);
+            rms.forward_into(NormalizeForward { bias, ..NormalizeForward::new(i[0], o.remove(0)) })
+        });
+    }
+    let wrong: [(DType, &[usize]); 4] =
+        [(F32, &[3]), (F32, &[3, 8]), (F32, &[1, 3]), (DType::F64, &[3, 1])];
+    for bad in wrong {
+        refuse(("normalize", "rstd"), &[X], &[X, bad], |i, mut o| {
+            let rstd = o.pop();
+            layer
+                .forward_into(NormalizeForward { rstd, ..NormalizeForward::new(i[0], o.remove(0)) })
+        });
+        refuse(("normalize", "mean"), &[X], &[X, bad], |i, mut o| {
+            let mean = o.pop();
+            layer
+                .forward_into(NormalizeForward { mean, ..NormalizeForward::new(i[0], o.remove(0)) })
+        });
+    }
+    refuse(("normalize", "mean"), &[X], &[X, KEPT], |i, mut o| {
+        let mean = o.pop();
+        rms.forward_into(NormalizeForward { mean, ..NormalizeForward::new(i[0], o.remove(0)) })
+    });
+
+    // Each operand of the backward.
+    let operands = [
+        "grad",
+        "residual",
+        "gate",
+        "weight",
+        "bias",
+        "rstd",
+        "mean",
+        "grad_residual_out",
+        "dx",
+        "dresidual",
+        "dgate",
+        "dweight",
+        "dbias",
+    ];
+    let cases: [(&str, (DType, &[usize])); 20] = [
+        ("grad", (F32, &[3, 7])),
+        ("grad", (DType::F64, &[3, 8])),
+        ("residual", (F32, &[24])),
+        ("residual", (DType::BF16, &[3, 8])),
+        ("gate", (F32, &[8])),
+        ("weight", (F32, &[3, 8])),
+        ("bias", (F32, &[9])),
+        ("rstd", (F32, &[3])),
+        ("rstd", (DType::F16, &[3, 1])),
+        ("mean", (F32, &[3, 2])),
+        ("mean", (DType::F64, &[3, 1])),
+        ("grad_residual_out", (F32, &[3, 9])),
+        ("dx", (F32, &[3, 9])),
+        ("dx", (DType::BF16, &[3, 8])),
+        ("dresidual", (F32, &[3])),
+        ("dgate", (F32, &[4, 8])),
+        ("dgate", (DType::F64, &[3, 8])),
+        ("dweight", (F32, &[3, 8])),
+        ("dbias", (F32, &[7])),
+        ("dbias", (F32, &[])),
+    ];
+    for (argument, bad) in cases {
+        let vector: (DType, &[usize]) = (F32, &[8]);
+        let at = operands.iter().position(|name| *name == argument).unwrap();
+        let mut inputs = [X, X, X, vector, vector, KEPT, KEPT, X];
+        let mut outputs = [X, X, X, vector, vector];
+        match at {
+            0..8 => inputs[at] = bad,
+            _ => outputs[at - 8] = bad,
+        }
+        let mut inputs = inputs.to_vec();
+        inputs.push(X);
+        refuse(("normalize", argument), &inputs, &outputs, |i, o| {
+            let mut o = o.into_iter();
+            layer.backward_into(NormalizeBackward {
+                grad: i[0],
+                residual: Some(i[1]),
+                gate: Some(i[2]),
+                weight: Some(i[3]),
+                bias: Some(i[4]),
+                rstd: i[5],
+                mean: Some(i[6]),
+                grad_residual_out: Some(i[7]),
+                x: i[8],
+                dx: o.next(),
+                dresidual: o.next(),
+                dgate: o.next(),
+                dweight: o.next(),
+                dbias: o.next(),
+            })
+        });
+    }
+    // What must or must not be there.
+    refuse(("normalize", "mean"), &[X, KEPT], &[X], |i, mut o| {
+        let dx = o.pop();
+        layer.backward_into(NormalizeBackward { dx, ..NormalizeBackward::new(i[0], i[0], i[1]) })
+    });
+    refuse(("normalize", "mean"), &[X, KEPT], &[X], |i, mut o| {
+        let (dx, mean) = (o.pop(), Some(i[1]));
+        rms.backward_into(NormalizeBackward {
+            dx,
+            mean,
+            ..NormalizeBackward::new(i[0], i[0], i[1])
+        })
+    });
+    refuse(("normalize", "dgate"), &[X, KEPT], &[X], |i, mut o| {
+        let dgate = o.pop();
+        rms.backward_into(NormalizeBackward { dgate, ..NormalizeBackward::new(i[0], i[0], i[1]) })
+    });
+    refuse(("normalize", "dweight"), &[X, KEPT], &[(F32, &[8])], |i, mut o| {
+        let dweight = o.pop();
+        rms.backward_into(NormalizeBackward { dweight, ..NormalizeBackward::new(i[0], i[0], i[1]) })
+    });
+
+    // Overlaps.
+    let spare = [0.5f32; 24];
+    let other = View::new(&spare, &[3, 8]).unwrap();
+    let kept = View::new(&spare[..3], &[3, 1]).unwrap();
+    let over = |argument, run: &dyn Fn(View<'_>, ViewMut<'_>) -> Result<()>| {
+        for step in [0, 5, 23] {
+            overlapping(24, step, &[3, 8], ("normalize", argument), run);
+        }
+    };
+    over("o", &|x, o| rms.forward_into(NormalizeForward::new(x, o)));
+    over("o", &|gate, o| {
+        rms.forward_into(NormalizeForward { gate: Some(gate), ..NormalizeForward::new(other, o) })
+    });
+    over("o", &|view, o| {
+        let residual = Residual::Add(view);
+        rms.forward_into(NormalizeForward { residual, ..NormalizeForward::new(other, o) })
+    });
+    over("dx", &|x, o| {
+        rms.backward_into(NormalizeBackward {
+            dx: Some(o),
+            ..NormalizeBackward::new(other, x, kept)
+        })
+    });
+    over("dx", &|grad, o| {
+        rms.backward_into(NormalizeBackward {
+            dx: Some(o),
+            ..NormalizeBackward::new(grad, other, kept)
+        })
+    });
+    over("dresidual", &|more, o| {
+        rms.backward_into(NormalizeBackward {
+            grad_residual_out: Some(more),
+            dresidual: Some(o),
+            ..NormalizeBackward::new(other, other, kept)
+        })
+    });
+    overlapping(24, 0, &[3, 8], ("normalize", "o"), |memory, o| {
+        let weight = Some(memory.narrow(0, 2, 1)?.reshape(&[8])?);
+        rms.forward_into(NormalizeForward { weight, ..NormalizeForward::new(other, o) })
+    });
+    overlapping(24, 0, &[3, 8], ("normalize", "dbias"), |memory, o| {
+        let dbias = Some(o.narrow(0, 2, 1)?.reshape(&[8])?);
+        rms.backward_into(NormalizeBackward {
+            dbias,
+            ..NormalizeBackward::new(memory, other, kept)
+        })
+    });
 }
 
 const X: (DType, &[usize]) = (F32, &[2, 6, 3, 8]);
@@ -241,8 +482,8 @@ fn rotate() {
 
 #[test]
 fn cosine() {
-    let (theta, wide): ((DType, &[usize]), (DType, &[usize])) =
-        ((F32, &[1, 8]), (F32, &[2, 6, 3, 16]));
+    let theta: (DType, &[usize]) = (F32, &[1, 8]);
+    let wide: (DType, &[usize]) = (F32, &[2, 6, 3, 16]);
     let layout = TokenLayout::TokensHeads;
     for act in [FusedAct::default(), FusedAct::SoftmaxFeatures, FusedAct::SoftmaxSequence] {
         positions_are_checked("cosine", theta, wide, |positions, extra_tokens, sequences, i, o| {
@@ -719,7 +960,26 @@ fn anything(random: &mut Random) -> Result<bool> {
         };
         let angles = theta.into();
         let (dx, dtheta) = (Some(o), Some(dtheta).filter(|_| number(2) == 0));
-        match number(9) {
+        let norm = Normalize {
+            center: number(2) == 0,
+            eps: [1e-6, 0.0, -1.0, f64::NAN][number(4) % 4],
+            groups: number(4),
+            ..Normalize::default()
+        };
+        match number(11) {
+            9 => norm.forward_into(NormalizeForward {
+                gate: Some(grad).filter(|_| number(2) == 0),
+                weight: Some(theta).filter(|_| number(4) == 0),
+                residual: if number(2) == 0 { Residual::None } else { Residual::Add(grad) },
+                ..NormalizeForward::new(x, dx.unwrap())
+            }),
+            10 => norm.backward_into(NormalizeBackward {
+                gate: Some(grad).filter(|_| number(2) == 0),
+                mean: Some(theta).filter(|_| norm.center),
+                dbias: dtheta,
+                dx,
+                ..NormalizeBackward::new(grad, x, theta)
+            }),
             0 => Act::Gelu.forward_into(x, dx.unwrap()),
             1 => Act::ALL[number(9) % 9].backward_into(x, grad, dx.unwrap()),
             2 => softmax.forward_into(x, dx.unwrap()),
@@ -771,6 +1031,6 @@ fn garbage_is_often_accepted() {
     // Else the test above would test the first check only.
     let accepted =
         (0..2000).filter(|&seed| matches!(anything(&mut Random::new(seed)), Ok(true))).count();
-    assert!(accepted > 200, "{accepted} of 2000");
+    assert!(accepted > 100, "{accepted} of 2000");
     assert_eq!(poison(DType::BF16), 0x7fed);
 }

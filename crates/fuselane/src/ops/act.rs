@@ -230,9 +230,10 @@ impl Act {
                 L::select(x.le(zero), zero, grad)
             }
             Self::ReluSquared => {
-                // Twice the gradient, which is small where twice x might overflow.
-                let zero = L::splat(Real::of(0.0));
-                L::select(x.le(zero), zero, grad.add(grad).mul(x))
+                // The product is doubled last: twice x or twice the gradient may overflow where
+                // the result does not.
+                let (zero, half) = (L::splat(Real::of(0.0)), grad.mul(x));
+                L::select(x.le(zero), zero, half.add(half))
             }
             _ => grad.mul(self.slope(x)),
         }

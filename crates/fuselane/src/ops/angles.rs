@@ -202,14 +202,15 @@ impl Split {
 
     /// Gathers the gradients of the angles (`theta_heads` rows of `count`) into theta's shape.
     pub(crate) fn gather<R: Real>(&self, angles: &[R], dtheta: &mut ViewMut<'_>) {
-        let mut sums = vec![0.0f64; self.theta_heads * self.theta_columns];
+        let len = self.theta_heads * self.theta_columns;
+        let mut sums = Scratch::<f64>::zeros(len);
         for row in 0..self.theta_heads {
             for angle in 0..self.count {
                 sums[row * self.theta_columns + self.column(angle)] +=
                     angles[row * self.count + angle].to_f64();
             }
         }
-        dtheta.round_from(&sums);
+        dtheta.round_from(&sums[..len]);
     }
 }
 

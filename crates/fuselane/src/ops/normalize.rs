@@ -424,8 +424,9 @@ impl Normalize {
         let (isa, stream, options) = (isa(), rows.stream(), *self);
         with_real!(rows.dtype(), R => {
             let factor = self.factor::<R>(weight, d);
-            let bias = widened::<R>(bias, d);
-            let (factor, bias) = (Reals::new(&factor[..d]), Reals::new(&bias));
+            let bias_len = bias.map_or(0, |_| d);
+            let bias = widened::<R>(bias, bias_len);
+            let (factor, bias) = (Reals::new(&factor[..d]), Reals::new(&bias[..bias_len]));
             rows.for_each_part(1, |part| {
                 simd::run(isa, rows.dtype(), Forward { options, with, factor, bias, part, stream });
             });
@@ -566,8 +567,9 @@ impl Normalize {
         let (isa, stream, options) = (isa(), rows.stream(), *self);
         with_real!(rows.dtype(), R => {
             let factor = self.factor::<R>(weight, d);
-            let bias = widened::<R>(bias, d);
-            let (factor, bias) = (Reals::new(&factor[..d]), Reals::new(&bias));
+            let bias_len = bias.map_or(0, |_| d);
+            let bias = widened::<R>(bias, bias_len);
+            let (factor, bias) = (Reals::new(&factor[..d]), Reals::new(&bias[..bias_len]));
             let run = |part: Part<'_, 5, 3, 2>, sums: &mut [R]| {
                 let sums = RealsMut::new(sums);
                 let kernel = Backward { options, with, factor, bias, part, stream, sums };
@@ -693,11 +695,11 @@ impl Groups {
     }
 }
 
-/// An optional parameter, widened, in index order; empty where there is none.
-fn widened<R: Real>(parameter: Option<View<'_>>, d: usize) -> Vec<R> {
-    let mut values = vec![R::of(0.0); if parameter.is_some() { d } else { 0 }];
+/// An optional parameter of `len` numbers, widened, in index order.
+fn widened<R: Real>(parameter: Option<View<'_>>, len: usize) -> Scratch<R> {
+    let mut values = Scratch::new(len);
     if let Some(parameter) = parameter {
-        parameter.widen(&mut values);
+        parameter.widen(&mut values[..len]);
     }
     values
 }

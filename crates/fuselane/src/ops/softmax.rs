@@ -20,7 +20,7 @@
 //! read for the columns' maxima and sums, then again (from the cache, where the tile fits) for the
 //! output. The sums are formed while the maxima still rise: see [`column_statistics`].
 //!
-//! The sums add [`CHUNK`] (or [`CHUNK_ROWS`]) numbers as lanes, and the sums of these chunks in
+//! The sums add [`CHUNK`] blocks (or [`CHUNK_ROWS`] rows) as lanes, and the sums of these chunks in
 //! double precision (or with compensation), so that an error does not grow with the length. Their
 //! order depends on the length alone.
 //!
@@ -67,8 +67,8 @@ impl Default for Softmax {
 
 /// The most elements whose exponentials are kept in scratch.
 const KEEP: usize = 16384;
-/// Elements of a row that are summed as lanes.
-const CHUNK: usize = 1024;
+/// Blocks of a row that are summed as lanes.
+const CHUNK: usize = 64;
 /// Rows of a column tile whose sum is formed as lanes.
 const CHUNK_ROWS: usize = 32;
 /// The most rows that are worked on at once, and the most elements in them.
@@ -381,9 +381,9 @@ where
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
     let (shift, mut total) = (L::splat(shift), 0.0);
-    for start in (0..x.len()).step_by(CHUNK) {
+    for start in (0..x.len()).step_by(CHUNK * L::N) {
         let mut sum = L::splat(Real::of(0.0));
-        for i in (start..x.len().min(start + CHUNK)).step_by(L::N) {
+        for i in (start..x.len().min(start + CHUNK * L::N)).step_by(L::N) {
             let e = L::read(x, i, T::Real::MINUS_INFINITY).sub(shift).exp();
             if KEPT {
                 e.set(scratch, i);
@@ -463,9 +463,9 @@ where
     L: Lanes<Real = T::Real> + Memory<T>,
 {
     let mut total = 0.0;
-    for start in (0..x.len()).step_by(CHUNK) {
+    for start in (0..x.len()).step_by(CHUNK * L::N) {
         let mut sum = L::splat(Real::of(0.0));
-        for i in (start..x.len().min(start + CHUNK)).step_by(L::N) {
+        for i in (start..x.len().min(start + CHUNK * L::N)).step_by(L::N) {
             sum = sum.add(L::read(x, i, Real::of(0.0)));
         }
         total += sum.reduce_add().to_f64();
@@ -481,9 +481,9 @@ where
     L: Lanes<Real = T::Real> + Memory<T>,
 {
     let mut total = 0.0;
-    for start in (0..x.len()).step_by(CHUNK) {
+    for start in (0..x.len()).step_by(CHUNK * L::N) {
         let mut sum = L::splat(Real::of(0.0));
-        for i in (start..x.len().min(start + CHUNK)).step_by(L::N) {
+        for i in (start..x.len().min(start + CHUNK * L::N)).step_by(L::N) {
             let (x, y): (L, L) = (L::read(x, i, Real::of(0.0)), L::read(y, i, Real::of(0.0)));
             sum = x.mul_add(y, sum);
         }
@@ -500,9 +500,9 @@ where
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
     let (shift, mut total) = (L::splat(shift), 0.0);
-    for start in (0..x.len()).step_by(CHUNK) {
+    for start in (0..x.len()).step_by(CHUNK * L::N) {
         let mut sum = L::splat(Real::of(0.0));
-        for i in (start..x.len().min(start + CHUNK)).step_by(L::N) {
+        for i in (start..x.len().min(start + CHUNK * L::N)).step_by(L::N) {
             let y: L = L::read(y, i, Real::of(0.0));
             sum = exps::<L, T, false>(x, i, shift, &[]).mul_add(y, sum);
         }

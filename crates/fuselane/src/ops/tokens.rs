@@ -705,9 +705,9 @@ fn dot<L>(a: &[L::Real], b: &[L::Real]) -> L::Real
 where
     L: Lanes + Memory<<L as Lanes>::Real>,
 {
-    const CHUNK: usize = 1024;
+    let chunk = 64 * L::N;
     let (zero, mut total) = (Real::of(0.0), 0.0);
-    for (a, b) in a.chunks(CHUNK).zip(b.chunks(CHUNK)) {
+    for (a, b) in a.chunks(chunk).zip(b.chunks(chunk)) {
         let mut sum = L::splat(zero);
         for i in (0..a.len()).step_by(L::N) {
             sum = L::read(a, i, zero).mul_add(L::read(b, i, zero), sum);

@@ -79,17 +79,17 @@ impl Layout {
 
     /// Where each element lies, in index order.
     pub(crate) fn places(&self) -> Vec<usize> {
-        let len: usize = self.shape.iter().product();
-        (0..len)
-            .map(|mut i| {
-                let mut place = self.offset as isize;
-                for (&size, &stride) in self.shape.iter().zip(&self.strides).rev() {
-                    place += (i % size) as isize * stride;
-                    i /= size;
-                }
-                place as usize
-            })
-            .collect()
+        if self.shape.contains(&0) {
+            return Vec::new();
+        }
+        let mut places = vec![self.offset];
+        for (&size, &stride) in self.shape.iter().zip(&self.strides) {
+            let steps = (0..size).map(|i| i as isize * stride).collect::<Vec<_>>();
+            let all =
+                places.iter().flat_map(|&at| steps.iter().map(move |&s| at.wrapping_add_signed(s)));
+            places = all.collect();
+        }
+        places
     }
 }
 
@@ -142,7 +142,14 @@ impl Memory {
 
     /// The bits of an element, with one NaN for all: sign and payload of a NaN are nobody's promise.
     pub(crate) fn bits_but_one_nan(&self, i: usize) -> u64 {
-        if self.value(i).is_nan() { bits_of(self.dtype, f64::NAN) } else { self.bits(i) }
+        let bits = self.bits(i);
+        let (sign, infinity) = match self.dtype {
+            DType::F32 => (1 << 31, 0x7f80_0000),
+            DType::F16 => (1 << 15, 0x7c00),
+            DType::BF16 => (1 << 15, 0x7f80),
+            DType::F64 => (1 << 63, 0x7ff0_0000_0000_0000),
+        };
+        if bits & !sign > infinity { infinity + 1 } else { bits }
     }
 
     pub(crate) fn set_bits(&mut self, i: usize, bits: u64) {
@@ -299,8 +306,16 @@ impl Input {
 
     pub(crate) fn memory(&self, layout: &Layout) -> Memory {
         let mut memory = Memory::poisoned(self.dtype, layout.extent);
-        for (place, &value) in layout.places().into_iter().zip(&self.values) {
-            memory.set(place, value);
+        let places = layout.places().into_iter();
+        match self.dtype {
+            DType::F32 => places.zip(&self.values).for_each(|(place, &value)| {
+                memory.set_bits(place, u64::from((value as f32).to_bits()));
+            }),
+            DType::BF16 => places.zip(&self.values).for_each(|(place, &value)| {
+                // The value is a bf16 already.
+                memory.set_bits(place, u64::from((value as f32).to_bits() >> 16));
+            }),
+            _ => places.zip(&self.values).for_each(|(place, &value)| memory.set(place, value)),
         }
         memory
     }
@@ -435,8 +450,9 @@ impl<'c> Call<'c> {
         let mut bits = Vec::new();
         for (i, (memory, layout)) in memories.iter().zip(&outputs).enumerate() {
             let poison = poison(memory.dtype);
+            let places = layout.places();
             let mut inside = vec![false; memory.len];
-            for place in layout.places() {
+            for &place in &places {
                 inside[place] = true;
             }
             for (place, inside) in inside.into_iter().enumerate() {
@@ -447,8 +463,7 @@ impl<'c> Call<'c> {
                     assert_eq!(written, inside, "output {i}, element {place} of {layout:?}");
                 }
             }
-            let places = layout.places().into_iter();
-            bits.push(places.map(|place| memory.bits_but_one_nan(place)).collect());
+            bits.push(places.into_iter().map(|place| memory.bits_but_one_nan(place)).collect());
         }
         result?;
         Ok(Results { dtypes: memories.iter().map(|memory| memory.dtype).collect(), bits })

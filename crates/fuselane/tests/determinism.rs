@@ -1,0 +1,357 @@
+//! The same bits on every run, for any number of threads, for any cut of the batch, and for any
+//! strides; on every instruction set. Tensors are large enough to be shared out among threads.
+
+mod common;
+
+use common::{Call, Input, Output, Results, assert_same_bits, each_isa, on_threads};
+use fuselane::reference::Random;
+use fuselane::{
+    Act, Cosine, CosineBackward, DType, FusedAct, GatePosition, Isa, Normalize, NormalizeBackward,
+    NormalizeForward, Pairing, Positions, Residual, Rotate, RotateBackward, Softmax, TokenLayout,
+    with_isa,
+};
+
+/// A call on tensors of more than the megabyte from which threads are woken, for every number of
+/// threads, twice, and on strided memory.
+fn same_on_any_threads(what: &str, call: &Call<'_>) -> Vec<Results> {
+    let bytes: usize = call
+        .inputs
+        .iter()
+        .map(|input| input.values.len() * input.dtype.size())
+        .chain(call.outputs.iter().map(|o| o.shape.iter().product::<usize>() * o.dtype.size()))
+        .sum();
+    assert!(bytes > 1 << 20, "{what}: too small to be shared out");
+    Isa::available()
+        .map(|isa| {
+            let run = |threads: usize, strided: bool| {
+                on_threads(threads, || {
+                    with_isa(isa, || match strided {
+                        true => call.strided(&mut Random::new(threads as u64)).unwrap(),
+                        false => call.dense().unwrap(),
+                    })
+                    .unwrap()
+                })
+            };
+            let one = run(1, false);
+            for threads in [1, 2, 3, 7] {
+                assert_same_bits(
+                    &one,
+                    &run(threads, false),
+                    &format!("{what} {isa} {threads} threads"),
+                );
+            }
+            for threads in [2, 7] {
+                let what = format!("{what} {isa} {threads} threads, strided");
+                assert_same_bits(&one, &run(threads, true), &what);
+            }
+            one
+        })
+        .collect()
+}
+
+fn random(dtype: DType, shape: &[usize], seed: u64) -> Input {
+    Input::random(&mut Random::new(seed), dtype, shape, false)
+}
+
+#[test]
+fn act() {
+    for (dtype, shape) in [(DType::F32, [3, 81, 701]), (DType::BF16, [3, 201, 701])] {
+        for act in [Act::Relu, Act::Gelu] {
+            let inputs = || vec![random(dtype, &shape, 1), random(dtype, &shape, 2)];
+            let out = || vec![Output::new(dtype, &shape)];
+            let forward =
+                Call::new(inputs(), out(), |i, mut o| act.forward_into(i[0], o.remove(0)));
+            same_on_any_threads(&format!("{act} {dtype}"), &forward);
+            let backward =
+                Call::new(inputs(), out(), |i, mut o| act.backward_into(i[0], i[1], o.remove(0)));
+            same_on_any_threads(&format!("{act} backward {dtype}"), &backward);
+        }
+    }
+}
+
+#[test]
+fn softmax() {
+    for dtype in [DType::F32, DType::BF16] {
+        for (dim, shape) in
+            [(2, [3, 99, 903]), (1, [2, 699, 201]), (0, [400, 3, 257]), (2, [2, 2, 70_001])]
+        {
+            for log in [false, true] {
+                let softmax = Softmax { log, ..Softmax::over(dim) };
+                let what = format!("softmax {softmax:?} {dtype}");
+                let inputs = || vec![random(dtype, &shape, 1), random(dtype, &shape, 2)];
+                let out = || vec![Output::new(dtype, &shape)];
+                let call =
+                    Call::new(inputs(), out(), |i, mut o| softmax.forward_into(i[0], o.remove(0)));
+                same_on_any_threads(&what, &call);
+                let call = Call::new(inputs(), out(), |i, mut o| {
+                    softmax.backward_into(i[0], i[1], o.remove(0))
+                });
+                same_on_any_threads(&format!("{what} backward"), &call);
+                let call = Call::new(inputs(), out(), |i, mut o| {
+                    softmax.backward_from_input_into(i[0], i[1], o.remove(0))
+                });
+                same_on_any_threads(&format!("{what} backward from x"), &call);
+            }
+        }
+    }
+}
+
+fn acts() -> [FusedAct; 4] {
+    [FusedAct::default(), Act::Silu.into(), FusedAct::SoftmaxFeatures, FusedAct::SoftmaxSequence]
+}
+
+#[test]
+fn rotate() {
+    let ends = [0, 17, 200, 311];
+    for (dtype, act) in [DType::BF16, DType::F32, DType::F32, DType::F16].into_iter().zip(acts()) {
+        for (layout, shape, theta) in [
+            (TokenLayout::TokensHeads, [3, 311, 5, 66], [1, 33]),
+            (TokenLayout::HeadsTokens, [3, 5, 311, 66], [5, 33]),
+            (TokenLayout::HeadsTokens, [3, 5, 311, 66], [1, 33]),
+            (TokenLayout::TokensHeads, [64, 3, 31, 66], [1, 33]), // fewer tokens than threads
+        ] {
+            let pairing = if theta[0] == 1 { Pairing::Half } else { Pairing::Interleaved };
+            let sequences = Some(&ends[..]).filter(|_| shape.contains(&311));
+            let rotate = Rotate { act, layout, sequences, pairing, ..Rotate::default() };
+            let what = format!("rotate {act} {dtype} {layout:?} theta {theta:?}");
+            let inputs = || {
+                vec![
+                    random(dtype, &shape, 1),
+                    random(dtype, &shape, 2),
+                    random(DType::F32, &theta, 3),
+                ]
+            };
+            let call = Call::new(inputs(), vec![Output::new(dtype, &shape)], |i, mut o| {
+                rotate.forward_into(i[0], i[2], o.remove(0))
+            });
+            same_on_any_threads(&what, &call);
+            let out = vec![Output::new(dtype, &shape), Output::new(DType::F32, &theta).parameter()];
+            let call = Call::new(inputs(), out, |i, mut o| {
+                rotate.backward_into(RotateBackward {
+                    x: Some(i[0]),
+                    grad: i[1],
+                    angles: i[2].into(),
+                    dtheta: o.pop(),
+                    dx: o.pop(),
+                })
+            });
+            same_on_any_threads(&format!("{what} backward"), &call);
+        }
+    }
+}
+
+#[test]
+fn cosine() {
+    for (dtype, act) in [DType::BF16, DType::F32, DType::F32, DType::F16].into_iter().zip(acts()) {
+        for (layout, shape) in [
+            (TokenLayout::TokensHeads, [3, 291, 5, 66]),
+            (TokenLayout::HeadsTokens, [3, 5, 291, 66]),
+        ] {
+            let cosine = Cosine {
+                act,
+                layout,
+                positions: Positions::Grid(&[17, 17]),
+                extra_tokens: 2,
+                ..Cosine::default()
+            };
+            let mut wide = shape;
+            wide[3] *= 2;
+            let what = format!("cosine {act} {dtype} {layout:?}");
+            let theta = [5, 33];
+            let inputs = || {
+                vec![
+                    random(dtype, &shape, 1),
+                    random(dtype, &wide, 2),
+                    random(DType::F32, &theta, 3),
+                ]
+            };
+            let call = Call::new(inputs(), vec![Output::new(dtype, &wide)], |i, mut o| {
+                cosine.forward_into(i[0], i[2], o.remove(0))
+            });
+            same_on_any_threads(&what, &call);
+            let out = vec![Output::new(dtype, &shape), Output::new(DType::F32, &theta).parameter()];
+            let call = Call::new(inputs(), out, |i, mut o| {
+                cosine.backward_into(CosineBackward {
+                    x: Some(i[0]),
+                    grad: i[1],
+                    angles: i[2].into(),
+                    dtheta: o.pop(),
+                    dx: o.pop(),
+                })
+            });
+            same_on_any_threads(&format!("{what} backward"), &call);
+        }
+    }
+}
+
+#[test]
+fn normalize() {
+    for (dtype, norm) in [
+        (DType::F32, Normalize::rms_norm()),
+        (DType::BF16, Normalize::layer_norm()),
+        (
+            DType::F16,
+            Normalize {
+                gate_position: GatePosition::Post,
+                ..Normalize::layer_norm().with_groups(4)
+            },
+        ),
+    ] {
+        for (shape, gated) in [([201, 3, 404], false), ([201, 3, 404], true), ([3, 9, 9000], true)]
+        {
+            let d = shape[2];
+            let what = format!("normalize {norm:?} {dtype} {shape:?}");
+            let kept = [shape[0], shape[1], norm.groups];
+            let inputs = || {
+                vec![
+                    random(dtype, &shape, 1),
+                    random(dtype, &shape, 2),
+                    random(dtype, &shape, 3),
+                    random(DType::F32, &[d], 4).parameter(),
+                    random(DType::F32, &[d], 5).parameter(),
+                ]
+            };
+            let mut out = vec![Output::new(dtype, &shape); 2];
+            out.push(Output::new(DType::F32, &kept));
+            if norm.center {
+                out.push(Output::new(DType::F32, &kept));
+            }
+            let call = Call::new(inputs(), out, |i, o| {
+                let mut o = o.into_iter();
+                let (result, sum) = (o.next().unwrap(), o.next().unwrap());
+                norm.forward_into(NormalizeForward {
+                    gate: Some(i[1]).filter(|_| gated),
+                    residual: Residual::AddInto(i[2], sum),
+                    weight: Some(i[3]),
+                    bias: Some(i[4]),
+                    rstd: o.next(),
+                    mean: o.next(),
+                    ..NormalizeForward::new(i[0], result)
+                })
+            });
+            let forward = same_on_any_threads(&what, &call);
+
+            let mut inputs = inputs();
+            inputs.push(Input::new(DType::F32, &kept, &forward[0].values(2)));
+            if norm.center {
+                inputs.push(Input::new(DType::F32, &kept, &forward[0].values(3)));
+            }
+            let mut out = vec![Output::new(DType::F32, &[d]).parameter(); 2];
+            out.push(Output::new(dtype, &shape));
+            if gated {
+                out.push(Output::new(dtype, &shape));
+            }
+            let call = Call::new(inputs, out, |i, o| {
+                let mut o = o.into_iter();
+                norm.backward_into(NormalizeBackward {
+                    gate: Some(i[1]).filter(|_| gated),
+                    weight: Some(i[3]),
+                    bias: Some(i[4]),
+                    mean: i.get(6).copied(),
+                    dweight: o.next(),
+                    dbias: o.next(),
+                    dx: o.next(),
+                    dgate: o.next(),
+                    ..NormalizeBackward::new(i[2], i[0], i[5])
+                })
+            });
+            same_on_any_threads(&format!("{what} backward"), &call);
+        }
+    }
+}
+
+/// A tensor cut into parts along its first dimension.
+fn cut(input: &Input, range: std::ops::Range<usize>) -> Input {
+    let step: usize = input.shape[1..].iter().product();
+    let mut shape = input.shape.clone();
+    shape[0] = range.len();
+    Input::new(input.dtype, &shape, &input.values[range.start * step..range.end * step])
+}
+
+/// A call on all of a batch gives what calls on parts of it give. All operands are cut along their
+/// first dimension but the last `shared`.
+fn same_in_parts(
+    what: &str,
+    inputs: Vec<Input>,
+    shared: usize,
+    o_shape: &[usize],
+    run: impl Fn(&[fuselane::View<'_>], fuselane::ViewMut<'_>) -> fuselane::Result<()> + Sync,
+) {
+    let (dtype, b) = (inputs[0].dtype, o_shape[0]);
+    let call = |inputs: Vec<Input>, batch: usize| {
+        let shape = [&[batch], &o_shape[1..]].concat();
+        let call =
+            Call::new(inputs, vec![Output::new(dtype, &shape)], |i, mut o| run(i, o.remove(0)));
+        call.dense().unwrap().bits.remove(0)
+    };
+    each_isa(|isa| {
+        let whole = call(inputs.clone(), b);
+        for parts in [vec![0, b / 2, b], vec![0, 1, b], (0..=b).collect()] {
+            let mut together = Vec::new();
+            for pair in parts.windows(2) {
+                let cut_count = inputs.len() - shared;
+                let mut own: Vec<Input> =
+                    inputs[..cut_count].iter().map(|input| cut(input, pair[0]..pair[1])).collect();
+                own.extend_from_slice(&inputs[cut_count..]);
+                together.extend(call(own, pair[1] - pair[0]));
+            }
+            assert!(together == whole, "{what} {isa}: parts {parts:?}");
+        }
+    });
+}
+
+#[test]
+fn a_row_does_not_depend_on_the_others() {
+    for dtype in DType::ALL {
+        let b = 9;
+        let shape = [b, 37, 3, 26];
+        let two = || vec![random(dtype, &shape, 1), random(dtype, &shape, 2)];
+        for act in Act::ALL {
+            same_in_parts(&format!("{act} {dtype}"), two(), 0, &shape, |i, o| {
+                act.backward_into(i[0], i[1], o)
+            });
+        }
+        for dim in 1..4 {
+            let softmax = Softmax::over(dim);
+            let what = format!("softmax {dim} {dtype}");
+            same_in_parts(&what, two(), 0, &shape, |i, o| softmax.forward_into(i[0], o));
+            same_in_parts(&what, two(), 0, &shape, |i, o| softmax.backward_into(i[0], i[1], o));
+            same_in_parts(&what, two(), 0, &shape, |i, o| {
+                softmax.backward_from_input_into(i[0], i[1], o)
+            });
+        }
+        for act in acts() {
+            let with_theta = || {
+                let mut inputs = two();
+                inputs.push(random(DType::F32, &[3, 13], 3));
+                inputs
+            };
+            let what = format!("rotate {act} {dtype}");
+            let rotate = Rotate { act, ..Rotate::default() };
+            same_in_parts(&what, with_theta(), 1, &shape, |i, o| {
+                rotate.forward_into(i[0], i[2], o)
+            });
+            same_in_parts(&what, with_theta(), 1, &shape, |i, o| {
+                let (x, grad, angles) = (Some(i[0]), i[1], i[2].into());
+                rotate.backward_into(RotateBackward { x, grad, angles, dx: Some(o), dtheta: None })
+            });
+            let mut inputs = two();
+            inputs.push(random(DType::F32, &[1, 26], 3));
+            let cosine = Cosine { act, layout: TokenLayout::TokensHeads, ..Cosine::default() };
+            same_in_parts(&format!("cosine {act} {dtype}"), inputs, 1, &[b, 37, 3, 52], |i, o| {
+                cosine.forward_into(i[0], i[2], o)
+            });
+        }
+        for norm in [Normalize::rms_norm(), Normalize::layer_norm().with_groups(2)] {
+            let mut inputs = two();
+            inputs.push(random(DType::F32, &[26], 3));
+            same_in_parts(&format!("{norm:?} {dtype}"), inputs, 1, &shape, |i, o| {
+                norm.forward_into(NormalizeForward {
+                    weight: Some(i[2]),
+                    residual: Residual::Add(i[1]),
+                    ..NormalizeForward::new(i[0], o)
+                })
+            });
+        }
+    }
+}
