@@ -172,10 +172,9 @@ fn take(bytes: usize) -> Result<Block> {
 }
 
 fn give_back(block: Block) {
-    let limit = limit();
     let mut pool = pool();
     pool.stats.used_bytes -= block.bytes;
-    if pool.stats.held_bytes + block.bytes <= limit {
+    if pool.stats.held_bytes + block.bytes <= limit() {
         pool.stats.held_bytes += block.bytes;
         pool.free.entry(block.bytes).or_default().push(block);
         return;

@@ -282,6 +282,19 @@ unsafe impl Sync for ViewMut<'_> {}
 common!(View);
 common!(ViewMut);
 
+/// A pointer to elements has to be aligned to their size, and not null.
+fn check_pointer(ptr: *const u8, dtype: DType, layout: &Layout) -> Result<()> {
+    if layout.len() > 0 && (ptr.is_null() || !(ptr as usize).is_multiple_of(dtype.size())) {
+        return Err(Error::new(
+            "view",
+            "pointer",
+            format!("is {ptr:?}"),
+            format!("an address aligned to {} bytes (size of {dtype})", dtype.size()),
+        ));
+    }
+    Ok(())
+}
+
 fn check_dense(layout: &Layout, len: usize) -> Result<()> {
     if layout.len() != len {
         return Err(Error::new(
@@ -347,8 +360,7 @@ impl<'a> View<'a> {
     /// # Safety
     ///
     /// Every element that `shape` and `strides` (in elements) reach from `ptr` must be aligned,
-    /// initialised memory of type `dtype` that nobody writes during `'a`, except through a
-    /// [`ViewMut`] that the same call takes as the in-place form of this argument.
+    /// initialised memory of type `dtype` that nobody writes during `'a`.
     pub unsafe fn from_raw(
         ptr: *const u8,
         dtype: DType,
@@ -356,6 +368,7 @@ impl<'a> View<'a> {
         strides: &[isize],
     ) -> Result<Self> {
         let layout = Layout::new(shape, strides)?;
+        check_pointer(ptr, dtype, &layout)?;
         Ok(Self { ptr, dtype, layout, memory: PhantomData })
     }
 
@@ -467,15 +480,17 @@ impl<'a> ViewMut<'a> {
     /// # Safety
     ///
     /// Every element that `shape` and `strides` (in elements) reach from `ptr` must be aligned
-    /// memory for `dtype` that nobody else reads or writes during `'a`. Memory shared with an
-    /// input view of the same call is refused by the call.
+    /// memory for `dtype`, initialised to any bits, that nobody else reads or writes during `'a`.
+    /// (Calls also refuse an output whose addresses meet those of an input, as a safeguard.)
     pub unsafe fn from_raw(
         ptr: *mut u8,
         dtype: DType,
         shape: &[usize],
         strides: &[isize],
     ) -> Result<Self> {
-        Self { ptr, dtype, layout: Layout::new(shape, strides)?, memory: PhantomData }.checked()
+        let layout = Layout::new(shape, strides)?;
+        check_pointer(ptr, dtype, &layout)?;
+        Self { ptr, dtype, layout, memory: PhantomData }.checked()
     }
 
     fn checked(self) -> Result<Self> {
@@ -507,6 +522,16 @@ impl<'a> ViewMut<'a> {
     /// The address of index 0.
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
         self.ptr
+    }
+
+    /// Writes zeros.
+    pub(crate) fn fill_zero(&mut self) {
+        crate::dtype::with_element!(self.dtype, T => {
+            for_each_offset(&self.layout, |offset| {
+                // SAFETY: as in `round_from`.
+                unsafe { self.ptr.cast::<T>().offset(offset).write(T::default()) };
+            });
+        });
     }
 
     /// Rounds `values`, in index order, into the elements.

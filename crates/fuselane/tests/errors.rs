@@ -8,9 +8,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use common::{Call, Input, Layout, Memory, Output, assert_refused, cases, poison};
 use fuselane::reference::Random;
 use fuselane::{
-    Act, AngleTable, Buffer, Cosine, CosineBackward, DType, FusedAct, Isa, Normalize, NormalizeBackward,
-    NormalizeForward, Pairing, Partial, Positions, Residual, Result, Rotate, RotateBackward,
-    Softmax, TokenLayout, View, ViewMut, with_isa,
+    Act, AngleTable, Buffer, Cosine, CosineBackward, DType, FusedAct, Isa, Normalize,
+    NormalizeBackward, NormalizeForward, Pairing, Partial, Positions, Residual, Result, Rotate,
+    RotateBackward, Softmax, TokenLayout, View, ViewMut, with_isa,
 };
 use proptest::prelude::*;
 
@@ -482,8 +482,8 @@ fn rotate() {
 
 #[test]
 fn cosine() {
-    let (theta, wide): ((DType, &[usize]), (DType, &[usize])) =
-        ((F32, &[1, 8]), (F32, &[2, 6, 3, 16]));
+    let theta: (DType, &[usize]) = (F32, &[1, 8]);
+    let wide: (DType, &[usize]) = (F32, &[2, 6, 3, 16]);
     let layout = TokenLayout::TokensHeads;
     for act in [FusedAct::default(), FusedAct::SoftmaxFeatures, FusedAct::SoftmaxSequence] {
         positions_are_checked("cosine", theta, wide, |positions, extra_tokens, sequences, i, o| {

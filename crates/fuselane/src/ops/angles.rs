@@ -176,8 +176,8 @@ impl Split {
     /// The angles on an axis.
     #[inline(always)]
     fn range(&self, axis: usize) -> Range<usize> {
-        let from = (axis * self.per_axis).min(self.count);
-        from..((axis + 1) * self.per_axis).min(self.count)
+        let from = axis.saturating_mul(self.per_axis).min(self.count);
+        from..(from + self.per_axis.min(self.count)).min(self.count)
     }
 
     /// The column of theta that an angle comes from.
@@ -188,13 +188,16 @@ impl Split {
 
     /// The frequency of each angle: `theta_heads` rows of `count`.
     fn frequencies<R: Real>(&self, theta: View<'_>) -> Scratch<R> {
+        // Only the columns in use: theta may be a broadcast view, longer than any memory.
+        let columns = self.theta_columns.min(self.count);
+        let theta = theta.narrow(1, 0, columns).unwrap_or(theta);
         let mut given = Scratch::<R>::new(theta.len());
         theta.widen(&mut given);
         let mut spread = Scratch::<R>::zeros(self.theta_heads * self.count);
         for (row, spread) in spread.chunks_mut(self.count.max(1)).take(self.theta_heads).enumerate()
         {
             for (angle, value) in spread.iter_mut().enumerate() {
-                *value = given[row * self.theta_columns + self.column(angle)];
+                *value = given[row * columns + self.column(angle)];
             }
         }
         spread
@@ -204,10 +207,8 @@ impl Split {
     pub(crate) fn gather<R: Real>(&self, angles: &[R], dtheta: &mut ViewMut<'_>) {
         let len = self.theta_heads * self.theta_columns;
         let mut sums = Scratch::<f64>::zeros(len);
-        // No sums, where there was nothing to sum.
-        let count = if angles.is_empty() { 0 } else { self.count };
         for row in 0..self.theta_heads {
-            for angle in 0..count {
+            for angle in 0..self.count {
                 sums[row * self.theta_columns + self.column(angle)] +=
                     angles[row * self.count + angle].to_f64();
             }
@@ -238,6 +239,10 @@ impl AngleTable {
 
     fn new(theta: View<'_>, count: usize, axes: &[(i64, usize)], dtype: DType) -> Result<Self> {
         const OPERATOR: &str = "angle_table";
+        if axes.is_empty() || axes.len() > MAX_AXES {
+            let got = format!("has {} axes", axes.len());
+            return Err(Error::new(OPERATOR, "grid", got, format!("1 to {MAX_AXES}")));
+        }
         let split = Split::new(OPERATOR, theta, count, axes.len())?;
         let mut total = 0usize;
         let mut entries = Vec::with_capacity(axes.len());
@@ -461,10 +466,10 @@ impl<'a, R: Real> AnglePlan<'a, R> {
             Angles::Theta(theta) => {
                 let split = Split::new(operator, theta, count, placement.axes())?;
                 split.check_heads(operator, "theta", heads)?;
-                // An empty tensor may have any number of features.
-                let used = batch > 0 && tokens > 0 && heads > 0;
-                let theta = if used { split.frequencies(theta) } else { Scratch::new(0) };
-                (split, Source::Frequencies(theta))
+                // A call without tokens needs no angles, however many each would have.
+                let none = batch == 0 || tokens == 0 || heads == 0;
+                let frequencies = if none { Scratch::new(0) } else { split.frequencies(theta) };
+                (split, Source::Frequencies(frequencies))
             }
             Angles::Table(table) => {
                 check_table(operator, table, R::DTYPE, placement, count, heads, tokens)?;

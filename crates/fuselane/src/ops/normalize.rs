@@ -421,6 +421,9 @@ impl Normalize {
             },
         )?
         .merged(false);
+        if rows.count() == 0 {
+            return Ok(());
+        }
         let (isa, stream, options) = (isa(), rows.stream(), *self);
         with_real!(rows.dtype(), R => {
             let factor = self.factor::<R>(weight, d);
@@ -564,6 +567,12 @@ impl Normalize {
             },
         )?
         .merged(false);
+        if rows.count() == 0 {
+            for mut gradient in dweight.into_iter().chain(dbias) {
+                gradient.fill_zero();
+            }
+            return Ok(());
+        }
         let (isa, stream, options) = (isa(), rows.stream(), *self);
         with_real!(rows.dtype(), R => {
             let factor = self.factor::<R>(weight, d);
@@ -1336,7 +1345,7 @@ impl<T: Element> BackwardGroup<'_, T> {
                         };
                         let slope = L::get(self.slopes, i - base);
                         let mut dgate = dvalue.mul(slope);
-                        if options.gate_act == Act::Relu {
+                        if matches!(options.gate_act, Act::Relu | Act::ReluSquared) {
                             // Cuts the gradient off whatever it is, as `Act::pull_back` does.
                             dgate = L::select(slope.le(zero), zero, dgate);
                         }

@@ -20,9 +20,9 @@
 //! read for the columns' maxima and sums, then again (from the cache, where the tile fits) for the
 //! output. The sums are formed while the maxima still rise: see [`column_statistics`].
 //!
-//! The sums add [`CHUNK`] (or [`CHUNK_ROWS`]) numbers as lanes, and the sums of these chunks in
+//! The sums add [`CHUNK`] blocks (or [`CHUNK_ROWS`] rows) as lanes, and the sums of these chunks in
 //! double precision (or with compensation), so that an error does not grow with the length. Their
-//! order depends on the length alone.
+//! order depends on the length, and on whether the dimension is the innermost one in memory.
 //!
 //! A NaN, or a plus infinity, makes its row NaN. A row of nothing but minus infinity is NaN, as in
 //! PyTorch, unless [`Softmax::zero_masked_rows`] is set. The maximum need not see a NaN for that:
@@ -67,8 +67,8 @@ impl Default for Softmax {
 
 /// The most elements whose exponentials are kept in scratch.
 const KEEP: usize = 16384;
-/// Elements of a row that are summed as lanes.
-const CHUNK: usize = 1024;
+/// Blocks of a row that are summed as lanes.
+const CHUNK: usize = 64;
 /// Rows of a column tile whose sum is formed as lanes.
 const CHUNK_ROWS: usize = 32;
 /// The most rows that are worked on at once, and the most elements in them.
@@ -111,7 +111,7 @@ impl Softmax {
     /// ```
     pub fn forward_into(&self, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
         let dim = self.dimension(("x", x))?;
-        let ([x], o, last) = contiguous_last([x], o)?;
+        let ([x], o, last) = arrange(dim, [x], o)?;
         let operands = Operands::plain(("x", x), [("x", Some(x))], [("o", Some(o))]);
         let rows = Along::new(operands, dim, last)?;
         let (isa, dtype) = (isa(), rows.rows.dtype());
@@ -152,7 +152,7 @@ impl Softmax {
     /// ```
     pub fn backward_into(&self, o: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
         let dim = self.dimension(("o", o))?;
-        let ([o, grad], dx, last) = contiguous_last([o, grad], dx)?;
+        let ([o, grad], dx, last) = arrange(dim, [o, grad], dx)?;
         let inputs = [("o", Some(o)), ("grad", Some(grad))];
         let rows = Along::new(Operands::plain(("o", o), inputs, [("dx", Some(dx))]), dim, last)?;
         let (isa, dtype) = (isa(), rows.rows.dtype());
@@ -197,7 +197,7 @@ impl Softmax {
         dx: ViewMut<'_>,
     ) -> Result<()> {
         let dim = self.dimension(("x", x))?;
-        let ([x, grad], dx, last) = contiguous_last([x, grad], dx)?;
+        let ([x, grad], dx, last) = arrange(dim, [x, grad], dx)?;
         let inputs = [("x", Some(x)), ("grad", Some(grad))];
         let rows = Along::new(Operands::plain(("x", x), inputs, [("dx", Some(dx))]), dim, last)?;
         let (isa, dtype) = (isa(), rows.rows.dtype());
@@ -280,6 +280,22 @@ impl<'a, const I: usize> Along<'a, I> {
     }
 }
 
+/// Moves the dimension that is contiguous in the output last; see [`contiguous_last`].
+///
+/// A last dimension of size 1 stays where it is, unless the softmax runs along it: a single column
+/// is summed in the same order as one of many.
+fn arrange<'a, const I: usize>(
+    dim: usize,
+    inputs: [View<'a>; I],
+    output: ViewMut<'a>,
+) -> Result<([View<'a>; I], ViewMut<'a>, usize)> {
+    let rank = output.rank();
+    if output.shape().last() == Some(&1) && dim + 1 < rank {
+        return Ok((inputs, output, rank - 1));
+    }
+    contiguous_last(inputs, output)
+}
+
 /// What one thread does: all of some rows, or of some column tiles.
 struct Task<'r, const I: usize> {
     options: Softmax,
@@ -296,7 +312,8 @@ fn tile_width(n: usize, columns: usize, outer: usize, size: usize) -> usize {
     let tasks = 4 * rayon::current_num_threads();
     let mut width = TILE_ROW / size;
     while width * size > LINE
-        && (n * width * size > TILE_BYTES || outer * columns.div_ceil(width) < tasks)
+        && (n.saturating_mul(width * size) > TILE_BYTES
+            || outer.saturating_mul(columns.div_ceil(width)) < tasks)
     {
         width /= 2;
     }
@@ -381,9 +398,9 @@ where
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
     let (shift, mut total) = (L::splat(shift), 0.0);
-    for start in (0..x.len()).step_by(CHUNK) {
+    for start in (0..x.len()).step_by(CHUNK * L::N) {
         let mut sum = L::splat(Real::of(0.0));
-        for i in (start..x.len().min(start + CHUNK)).step_by(L::N) {
+        for i in (start..x.len().min(start + CHUNK * L::N)).step_by(L::N) {
             let e = L::read(x, i, T::Real::MINUS_INFINITY).sub(shift).exp();
             if KEPT {
                 e.set(scratch, i);
@@ -463,9 +480,9 @@ where
     L: Lanes<Real = T::Real> + Memory<T>,
 {
     let mut total = 0.0;
-    for start in (0..x.len()).step_by(CHUNK) {
+    for start in (0..x.len()).step_by(CHUNK * L::N) {
         let mut sum = L::splat(Real::of(0.0));
-        for i in (start..x.len().min(start + CHUNK)).step_by(L::N) {
+        for i in (start..x.len().min(start + CHUNK * L::N)).step_by(L::N) {
             sum = sum.add(L::read(x, i, Real::of(0.0)));
         }
         total += sum.reduce_add().to_f64();
@@ -481,9 +498,9 @@ where
     L: Lanes<Real = T::Real> + Memory<T>,
 {
     let mut total = 0.0;
-    for start in (0..x.len()).step_by(CHUNK) {
+    for start in (0..x.len()).step_by(CHUNK * L::N) {
         let mut sum = L::splat(Real::of(0.0));
-        for i in (start..x.len().min(start + CHUNK)).step_by(L::N) {
+        for i in (start..x.len().min(start + CHUNK * L::N)).step_by(L::N) {
             let (x, y): (L, L) = (L::read(x, i, Real::of(0.0)), L::read(y, i, Real::of(0.0)));
             sum = x.mul_add(y, sum);
         }
@@ -500,9 +517,9 @@ where
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
     let (shift, mut total) = (L::splat(shift), 0.0);
-    for start in (0..x.len()).step_by(CHUNK) {
+    for start in (0..x.len()).step_by(CHUNK * L::N) {
         let mut sum = L::splat(Real::of(0.0));
-        for i in (start..x.len().min(start + CHUNK)).step_by(L::N) {
+        for i in (start..x.len().min(start + CHUNK * L::N)).step_by(L::N) {
             let y: L = L::read(y, i, Real::of(0.0));
             sum = exps::<L, T, false>(x, i, shift, &[]).mul_add(y, sum);
         }
@@ -559,7 +576,12 @@ where
             for i in (0..o.len()).step_by(L::N) {
                 let (o, grad): (L, L) = (L::read(o, i, zero), L::read(grad, i, zero));
                 let o = if LOG { o.exp() } else { o };
-                pull_back::<L, LOG>(o, grad, total).write(dx, i, task.stream);
+                let mut result = pull_back::<L, LOG>(o, grad, total);
+                if !LOG && task.options.zero_masked_rows {
+                    // A masked row is all zeros, and so is its gradient, whatever arrives.
+                    result = zero_where_zero(o, result);
+                }
+                result.write(dx, i, task.stream);
             }
         }
     }
@@ -840,6 +862,8 @@ where
                 let mut result = pull_back::<L, LOG>(o, grad, L::get(totals, i));
                 if look_for_masked {
                     result = zero_where_zero(L::get(unmasked, i), result);
+                } else if !LOG && task.options.zero_masked_rows {
+                    result = zero_where_zero(o, result);
                 }
                 result.write(dx, i, task.stream);
             }

@@ -211,8 +211,9 @@ impl Theta {
     }
 
     fn check(&self) -> Result<()> {
-        if self.dim == 0 || !self.dim.is_multiple_of(2) {
-            return Err(error("dim", format!("is {}", self.dim), "an even number, not 0"));
+        if self.dim == 0 || !self.dim.is_multiple_of(2) || self.dim / 2 > MOST {
+            let expected = "an even number from 2 to 2^31";
+            return Err(error("dim", format!("is {}", self.dim), expected));
         }
         check_base(self.base)?;
         match self.scaling {
@@ -256,8 +257,14 @@ impl Theta {
 /// ```
 pub fn schedule(count: usize, base: f64) -> Result<Vec<f64>> {
     check_base(base)?;
+    if count > MOST {
+        return Err(error("count", format!("is {count}"), "at most 2^30"));
+    }
     Ok((0..count).map(|k| power(base, k, count)).collect())
 }
+
+/// The most frequencies: more than any model has, and few enough for memory.
+const MOST: usize = 1 << 30;
 
 /// base^(-numerator / denominator), written as a quotient so that round powers come out round.
 fn power(base: f64, numerator: usize, denominator: usize) -> f64 {

@@ -229,6 +229,9 @@ pub(crate) fn forward<E: Encoding>(
         let plan = Plan::<R>::new(E::OPERATOR, call, &x, [b, n, h, d], encoding.table_len())?;
         // All of it at once: packed sequences are worked on one after the other.
         disjoint(E::OPERATOR, &[("x", Some(x)), call.theta()], &[("o", o.as_view())])?;
+        if x.is_empty() {
+            return Ok(());
+        }
         let x = x.permute(&order)?;
         for tokens in plan.sequences() {
             let x = x.narrow(0, tokens.start, tokens.len())?;
@@ -257,16 +260,12 @@ pub(crate) fn backward<E: Encoding>(
     let operator = E::OPERATOR;
     let grad = gradients.grad;
     let needs_x = call.act != FusedAct::default() || gradients.dtheta.is_some();
-    let x = match gradients.x {
-        Some(x) => Some(x).filter(|_| needs_x),
-        None if needs_x => {
-            let expected = "it (the backward of an activation and dtheta need it)";
-            return Err(Error::new(operator, "x", "is missing", expected));
-        }
-        None => None,
-    };
+    if needs_x && gradients.x.is_none() {
+        let expected = "it (the backward of an activation and dtheta need it)";
+        return Err(Error::new(operator, "x", "is missing", expected));
+    }
     // The dimensions come from x where there is one, else from dx, whose shape is the same.
-    let like = match (&x, &gradients.dx) {
+    let like = match (&gradients.x, &gradients.dx) {
         (Some(x), _) => ("x", *x),
         (None, Some(dx)) => ("dx", View::dense_shape(dx.dtype(), dx.shape())?),
         (None, None) => return Ok(()),
@@ -277,9 +276,10 @@ pub(crate) fn backward<E: Encoding>(
     if let Some(dx) = &gradients.dx {
         check_shape(operator, "dx", &dx.as_view(), (like.0, &like.1), d)?;
     }
-    if let Some(x) = &x {
+    if let Some(x) = &gradients.x {
         contiguous_rows(operator, "x", *x)?;
     }
+    let x = gradients.x.filter(|_| needs_x);
     let order = tokens_first(call.layout);
     let isa = isa();
     with_real!(like.1.dtype(), R => {
@@ -303,8 +303,13 @@ pub(crate) fn backward<E: Encoding>(
         written.extend(gradients.dx.iter().map(|dx| ("dx", dx.as_view())));
         written.extend(gradients.dtheta.iter().map(|dtheta| ("dtheta", dtheta.as_view())));
         disjoint(operator, &inputs, &written)?;
-        let angles = if like.1.is_empty() { 0 } else { split.theta_heads * split.count };
-        let mut angle_sums = Scratch::<R>::zeros(angles);
+        if like.1.is_empty() {
+            if let Some(dtheta) = &mut gradients.dtheta {
+                dtheta.fill_zero();
+            }
+            return Ok(());
+        }
+        let mut angle_sums = Scratch::<R>::zeros(split.theta_heads * split.count);
         for tokens in plan.sequences() {
             let cut = tokens.start;
             let len = tokens.len();
@@ -324,7 +329,7 @@ pub(crate) fn backward<E: Encoding>(
                 None => Scratch::new(0),
             };
             let mut dots = Scratch::<R>::zeros(0);
-            if call.act == FusedAct::SoftmaxSequence && !like_part.is_empty() {
+            if call.act == FusedAct::SoftmaxSequence {
                 dots = Scratch::zeros(b * h * d);
                 let rows = Rows::new(operator, Operands {
                     input_len: [None, Some(width)],
@@ -346,7 +351,7 @@ pub(crate) fn backward<E: Encoding>(
             let stream = rows.stream();
             let (columns, dots) = (&columns, &dots);
             if gradients.dtheta.is_some() {
-                let total = &mut angle_sums[..angles];
+                let total = &mut angle_sums[..split.theta_heads * split.count];
                 rows.sum_over_parts(b * h, total, |part, sums| {
                     let sums = Some(sums);
                     let kernel = Backward { walk, part, columns, dots, sums, stream };
@@ -446,7 +451,7 @@ impl<'a, R: Arithmetic> Plan<'a, R> {
         isa: Isa,
         x: &View<'_>,
     ) -> Result<Scratch<R>> {
-        if self.act != FusedAct::SoftmaxSequence || x.is_empty() {
+        if self.act != FusedAct::SoftmaxSequence {
             return Ok(Scratch::new(0));
         }
         let (n, columns) = (x.shape()[0], 2 * self.features);
@@ -602,6 +607,10 @@ impl<E: Encoding, R: Real> Walk<'_, '_, E, R> {
                 for batch in 0..plan.batch {
                     for token in tile.clone() {
                         let slot = if per_batch { 0 } else { token - t0 };
+                        let row = (token * plan.batch + batch) * plan.heads + h0;
+                        if row >= range.end || row + heads.len() <= range.start {
+                            continue; // another part's
+                        }
                         if per_batch {
                             self.fill::<L>(&mut tables, 0, [batch, token], heads.clone());
                         }
@@ -706,9 +715,9 @@ fn dot<L>(a: &[L::Real], b: &[L::Real]) -> L::Real
 where
     L: Lanes + Memory<<L as Lanes>::Real>,
 {
-    const CHUNK: usize = 1024;
+    let chunk = 64 * L::N;
     let (zero, mut total) = (Real::of(0.0), 0.0);
-    for (a, b) in a.chunks(CHUNK).zip(b.chunks(CHUNK)) {
+    for (a, b) in a.chunks(chunk).zip(b.chunks(chunk)) {
         let mut sum = L::splat(zero);
         for i in (0..a.len()).step_by(L::N) {
             sum = L::read(a, i, zero).mul_add(L::read(b, i, zero), sum);

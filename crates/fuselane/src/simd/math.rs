@@ -331,19 +331,10 @@ impl<L: F32Lanes> Math for L {
     /// The nearest multiple of π/2 is taken away, in two parts where a product and a
     /// difference round once together (the first such step is then exact), and otherwise in three,
     /// of which two are so short that their products are exact. Polynomials of degree 7 and 8
-    /// follow, fitted on 0.001..=0.82, to relative errors of 2^-27.4 and 2^-32. A block with an
-    /// argument beyond [`sin_cos_limit`] goes through f64.
+    /// follow, fitted on 0.001..=0.82, to relative errors of 2^-27.4 and 2^-32. Arguments beyond
+    /// [`sin_cos_limit`] go through f64.
     #[inline(always)]
     fn sin_cos(self) -> (Self, Self) {
-        if L::any(L::splat(sin_cos_limit::<L>()).lt(self.abs())) {
-            let (mut sines, mut cosines) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
-            // SAFETY: the arrays hold `MAX_LANES >= N` numbers.
-            unsafe {
-                self.store_raw(sines.as_mut_ptr());
-                sin_cos_of_large(&mut sines, &mut cosines);
-                return (L::load_raw(sines.as_ptr()), L::load_raw(cosines.as_ptr()));
-            }
-        }
         let push = L::splat(PUSH);
         let pushed = self.mul_add(L::splat(std::f32::consts::FRAC_2_PI), push);
         let n = pushed.sub(push);
@@ -363,7 +354,23 @@ impl<L: F32Lanes> Math for L {
         let (swap, minus_sine) = pushed.low_bits_pushed();
         let (_, minus_cosine) = pushed.add(L::splat(1.0)).low_bits_pushed();
         let (sine, cosine) = (L::select(swap, cosine, sine), L::select(swap, sine, cosine));
-        (L::select(minus_sine, sine.neg(), sine), L::select(minus_cosine, cosine.neg(), cosine))
+        let sine = L::select(minus_sine, sine.neg(), sine);
+        let cosine = L::select(minus_cosine, cosine.neg(), cosine);
+        let large = L::splat(sin_cos_limit::<L>()).lt(self.abs());
+        if !L::any(large) {
+            return (sine, cosine);
+        }
+        let (mut sines, mut cosines) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
+        // SAFETY: the arrays hold `MAX_LANES >= N` numbers.
+        unsafe {
+            self.store_raw(sines.as_mut_ptr());
+            sin_cos_of_large(&mut sines, &mut cosines);
+            // Lane by lane, so that no result depends on its neighbours.
+            (
+                L::select(large, L::load_raw(sines.as_ptr()), sine),
+                L::select(large, L::load_raw(cosines.as_ptr()), cosine),
+            )
+        }
     }
 
     /// Within 3 ulp.
