@@ -31,7 +31,7 @@
 //! What holds for all operators: arithmetic is in f32 (f64 for f64), and each output is rounded
 //! once; results have the same bits for any number of threads and do not depend on the other rows
 //! of a call; inputs are never written, and nothing is copied behind your back. Work runs on the
-//! current `rayon` pool. [`reference`] has each operator again in plain f64, as the truth that
+//! current `rayon` pool. [`mod@reference`] has each operator again in plain f64, as the truth that
 //! tests compare with.
 
 mod dtype;

@@ -25,7 +25,7 @@
 //!
 //! **Numerics.** Everything is computed in f32 (f64 for f64) and rounded once at the store; what is
 //! normalized is the unrounded sum, of which `residual_out` receives a rounded copy. Sums run in
-//! lanes within chunks of [`CHUNK`] elements and in f64 across chunks, so their error does not grow
+//! lanes within chunks of `CHUNK` elements and in f64 across chunks, so their error does not grow
 //! with d. The mean is taken twice: after a first one m, q0 = p - m has a small mean delta (what
 //! rounding left over), and mean(q0^2) - delta^2 is the variance without cancellation, even where
 //! the mean is a million times the deviation. The backward finds delta anew, so rounding the kept

@@ -12,15 +12,15 @@
 //! no second tensor is made.
 //!
 //! **Over the last dimension** a row is read once. Its exponentials are kept in a few KiB of
-//! scratch while their sum is formed, then scaled and written. Rows beyond [`KEEP`] elements are
+//! scratch while their sum is formed, then scaled and written. Rows beyond `KEEP` elements are
 //! read again instead. Short rows go a few at a time, so that the sums and divisions of one
 //! row run behind the exponentials of the next.
 //!
 //! **Over another dimension** the tensor is cut into tiles of some columns. All rows of a tile are
 //! read for the columns' maxima and sums, then again (from the cache, where the tile fits) for the
-//! output. The sums are formed while the maxima still rise: see [`column_statistics`].
+//! output. The sums are formed while the maxima still rise: see `column_statistics`.
 //!
-//! The sums add [`CHUNK`] blocks (or [`CHUNK_ROWS`] rows) as lanes, and the sums of these chunks in
+//! The sums add `CHUNK` blocks (or `CHUNK_ROWS` rows) as lanes, and the sums of these chunks in
 //! double precision (or with compensation), so that an error does not grow with the length. Their
 //! order depends on the length, and on whether the dimension is the innermost one in memory.
 //!
