@@ -14,8 +14,8 @@ use crate::outcome::{Call, Expected, Outcomes};
 use crate::tensor::Tensor;
 use crate::{Bound, Case};
 
-/// What is promised of the normalization, for rows of any length: sums run in chunks, so K does not
-/// grow with it. The terms of the centered p are |p| and mean |p|, those of 1 + weight 1 and
+/// What is promised of the normalization, checked for groups of up to 1,100 features; sums run in
+/// chunks, so that K should not grow much beyond. The terms of the centered p are |p| and mean |p|, those of 1 + weight 1 and
 /// |weight|; those of rstd are what an error of p does to it; all others are those of the formulas. `residual_out` is exact but for its rounding.
 pub const BOUNDS: [Bound; 9] = [
     Bound { output: "o", f32: 7.5, f64: 80.0 },

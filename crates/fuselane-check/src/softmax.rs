@@ -10,8 +10,8 @@ use crate::outcome::{Call, Expected, Outcomes};
 use crate::tensor::Tensor;
 use crate::{Bound, Case};
 
-/// What is promised of both forms, for rows of any length: sums run in chunks, so K does not grow
-/// with it. The terms of `o` are o (1 + |x - max|), since the rounding of x - max passes through the
+/// What is promised of both forms, checked for rows of up to 2,100 elements; sums run in chunks,
+/// so that K should not grow much beyond. The terms of `o` are o (1 + |x - max|), since the rounding of x - max passes through the
 /// exponential, and |o| + 1 for the logarithm. Those of the gradients are both terms of their
 /// formula; `dx from x` counts o as `o` does.
 pub const BOUNDS: [Bound; 3] = [
