@@ -5,7 +5,7 @@
 //! use ndarray::{Array2, array};
 //!
 //! let x = array![[-1.0f32, 2.0], [3.0, -4.0]];
-//! let mut o = Array2::zeros((2, 2));
+//! let mut o = Array2::<f32>::zeros((2, 2));
 //! Act::Relu.forward_into(View::try_from(&x)?, ViewMut::try_from(&mut o)?)?;
 //! assert_eq!(o, array![[0.0, 2.0], [3.0, 0.0]]);
 //!
