@@ -1,8 +1,9 @@
 //! What each command runs, as a list, and the loop that runs it.
 //!
-//! Everything that `cargo xtask test` runs comes from one `release` build with all features: the
-//! kernels take a minute to compile, so they are compiled once. (`cargo test` by itself uses the
-//! `test` profile, which is optimised too but checks arithmetic for overflow.)
+//! Nearly everything that `cargo xtask test` runs comes from one `release` build with all features:
+//! the kernels take a minute to compile. Only the tests that call operators with sizes and strides of
+//! all kinds run again in the `test` profile, which is optimised too but checks arithmetic for
+//! overflow.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -72,6 +73,11 @@ fn test_steps(examples: &[String], large: bool) -> Vec<Step> {
         "Rust tests", // which builds the program and the examples too
         "test --release --workspace --all-features --no-fail-fast",
     )];
+    steps.push(Step::new(
+        "overflow checks",
+        "test --package fuselane --all-features --no-fail-fast \
+         --test corners --test errors --test facts --test properties",
+    ));
     for example in examples {
         steps.push(Step::built(&format!("example {example}"), &format!("examples/{example}"), ""));
     }
