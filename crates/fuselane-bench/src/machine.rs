@@ -6,10 +6,10 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// The facts.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Machine {
     /// The processor's name.
     pub(crate) cpu: Option<String>,
@@ -27,7 +27,7 @@ pub(crate) struct Machine {
 }
 
 /// The data caches, as the first core sees them.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Caches {
     pub(crate) l1d: Option<Cache>,
     pub(crate) l2: Option<Cache>,
@@ -42,7 +42,7 @@ impl Caches {
 }
 
 /// One cache.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Cache {
     pub(crate) bytes: u64,
     /// Logical CPUs that share it.

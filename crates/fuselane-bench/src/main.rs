@@ -6,10 +6,17 @@
 //!
 //! Exit codes: 0 all well, 1 failure, 2 wrong command line.
 
+mod case;
 mod check;
 mod copy;
 mod info;
 mod machine;
+mod peers;
+mod process_memory;
+mod protocol;
+mod record;
+mod tensor;
+mod worker;
 
 use std::error::Error;
 use std::process::ExitCode;
@@ -30,6 +37,8 @@ struct Cli {
 enum Command {
     Info(info::Args),
     Check(check::Args),
+    #[command(hide = true)]
+    Worker(worker::Args),
 }
 
 impl Command {
@@ -42,6 +51,7 @@ fn run(command: &Command) -> Result<ExitCode, Box<dyn Error>> {
     match command {
         Command::Info(args) => info::run(args),
         Command::Check(args) => check::run(args),
+        Command::Worker(args) => worker::run(args),
     }
 }
 

@@ -202,7 +202,15 @@ pub struct Buffer {
 
 impl Buffer {
     /// Memory with arbitrary (initialised) content, for an operator to fill.
-    pub(crate) fn unfilled(dtype: DType, shape: &[usize]) -> Result<Self> {
+    ///
+    /// ```
+    /// use fuselane::{Act, Buffer, DType, View};
+    /// let mut o = Buffer::unfilled(DType::F32, &[2])?; // no time is spent on zeros
+    /// Act::Relu.forward_into(View::new(&[-1.0f32, 1.0], &[2])?, o.view_mut())?;
+    /// assert_eq!(o.as_slice::<f32>()?, [0.0, 1.0]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn unfilled(dtype: DType, shape: &[usize]) -> Result<Self> {
         // The shape's checks are those of a view.
         let dense: View<'_> = View::dense_shape(dtype, shape)?;
         let bytes = dense.len() * dtype.size();

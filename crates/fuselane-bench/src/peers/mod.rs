@@ -1,0 +1,53 @@
+//! The providers of a comparison, one file each: how its worker is started, and for those that
+//! run in this program, the library itself.
+
+mod fuselane;
+mod unfused;
+
+use std::process::Command;
+
+use crate::case::Operator;
+use crate::protocol::Alloc;
+use crate::worker::Library;
+
+/// How a worker is to be started.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Start {
+    pub(crate) threads: usize,
+    pub(crate) alloc: Alloc,
+}
+
+/// A provider.
+pub(crate) trait Peer {
+    /// As on the command line and in results.
+    fn name(&self) -> &'static str;
+
+    /// The command that starts its worker. An error is one line that says how to get it.
+    fn command(&self, start: Start) -> Result<Command, String>;
+
+    /// Whether it has a column in the tables of this operator.
+    fn applies(&self, _operator: &Operator) -> bool {
+        true
+    }
+
+    /// Roughly what a call takes at its peak, in multiples of its inputs and outputs.
+    fn memory_factor(&self) -> f64;
+}
+
+/// A library that runs in a worker of this program, by its provider's name.
+pub(crate) fn library(name: &str) -> Option<Box<dyn Library>> {
+    match name {
+        "fuselane" => Some(Box::new(fuselane::Fuselane { table: false })),
+        "fuselane_table" => Some(Box::new(fuselane::Fuselane { table: true })),
+        "unfused" => Some(Box::new(unfused::Unfused)),
+        _ => None,
+    }
+}
+
+/// A worker of this program.
+fn own_worker(name: &str, start: Start) -> Result<Command, String> {
+    let program = std::env::current_exe().map_err(|error| format!("{name}: {error}"))?;
+    let mut command = Command::new(program);
+    command.args(["worker", name]).env("RAYON_NUM_THREADS", start.threads.to_string());
+    Ok(command)
+}
