@@ -319,10 +319,24 @@ impl Case {
             .replace("{dtype}", dtype.name())
     }
 
+    /// The same with one head. The batch stays: angles are shared over it, so that a call with
+    /// less of it would be another computation.
+    pub(crate) fn small(&self) -> Self {
+        Self { heads: 1, ..self.clone() }
+    }
+
+    /// Axes of its grid of tokens, of which n is the length.
+    pub(crate) fn axes(&self) -> u32 {
+        match self.operator {
+            Operator::Cosine { axes, .. } => axes,
+            _ => 1,
+        }
+    }
+
     /// Tokens of a sequence at size n.
     pub(crate) fn tokens(&self, n: usize) -> usize {
         match self.operator {
-            Operator::Cosine { axes, extra, .. } => extra + n.pow(axes),
+            Operator::Cosine { axes, extra, .. } => extra + n.saturating_pow(axes),
             _ => n,
         }
     }
@@ -535,4 +549,114 @@ pub(crate) fn read(path: &Path) -> Result<Vec<Case>, String> {
     let name = path.display().to_string();
     let text = std::fs::read_to_string(path).map_err(|error| format!("{name}: {error}"))?;
     parse(&name, &text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::published;
+    use std::collections::BTreeSet;
+
+    fn case(part: &str) -> Case {
+        let matches = |case: &Case| case.table.contains(part);
+        builtin().unwrap().into_iter().find(matches).unwrap()
+    }
+
+    /// The published tables, by name and with their sizes, are the program's tables.
+    #[test]
+    fn all_published_tables_are_there() {
+        let mut ours = BTreeSet::new();
+        for case in builtin().unwrap() {
+            for metric in Metric::ALL {
+                for mode in Mode::ALL {
+                    let name = case.table(metric, mode, case.dtype.0);
+                    ours.extend(case.sizes.iter().map(|&n| (name.clone(), n)));
+                }
+            }
+            assert!(case.quick.iter().all(|n| case.sizes.contains(n)), "{}", case.table);
+        }
+        let theirs: BTreeSet<(String, usize)> = published::keys().collect();
+        assert_eq!(ours, theirs);
+        let names: BTreeSet<&str> = ours.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!((names.len(), ours.len()), (80, 544));
+        for name in [
+            "act-speed-fwd-batch12-head12-dim128-act_relu-bf16",
+            "md_lrpe_cosine-memory-bwd-batch12-head12-dim128-bf16-2d-l10",
+            "layernorm-speed-bwd-batch4-dim2048-use_residual_True-bf16",
+        ] {
+            assert!(names.contains(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn shapes() {
+        let cosine = case("2d-l10");
+        assert_eq!(cosine.shape(16), [12, 12, 266, 128]);
+        let inputs = cosine.inputs(Mode::Bwd, 16, DType::BF16);
+        let shapes: Vec<(&str, &[usize])> =
+            inputs.iter().map(|input| (input.name, &input.shape[..])).collect();
+        assert_eq!(
+            shapes,
+            [("x", &[12, 12, 266, 128][..]), ("theta", &[12, 64]), ("grad", &[12, 12, 266, 256])]
+        );
+        assert_eq!(case("3d-l0").inputs(Mode::Fwd, 4, DType::BF16)[1].shape, [12, 64]);
+        assert_eq!(case("lrpe_rotate").shape(7), [12, 7, 12, 128]);
+        let gate = case("gate_pos_post");
+        let names = |tensors: Vec<TensorSpec>| -> Vec<&str> {
+            tensors.iter().map(|tensor| tensor.name).collect()
+        };
+        assert_eq!(names(gate.inputs(Mode::Bwd, 8, DType::F16)), ["x", "gate", "weight", "grad"]);
+        assert_eq!(names(gate.outputs(Mode::Bwd, 8, DType::F16)), ["dx", "dgate", "dweight"]);
+    }
+
+    #[test]
+    fn bytes() {
+        let tensor = 12 * 12 * 256 * 128 * 2;
+        let relu = case("act_relu");
+        assert_eq!(relu.moved_bytes(Mode::Fwd, 256, DType::BF16), 2 * tensor);
+        assert_eq!(relu.moved_bytes(Mode::Bwd, 256, DType::BF16), 3 * tensor);
+        assert_eq!(relu.moved_bytes(Mode::Bwd, 256, DType::F32), 6 * tensor);
+        assert_eq!(relu.least_extra_bytes(Mode::Fwd, 256, DType::BF16), tensor);
+        assert_eq!(relu.least_extra_bytes(Mode::Bwd, 256, DType::BF16), 2 * tensor);
+        let none = case("act-{metric}-{mode}-batch12-head12-dim128-act_none");
+        assert_eq!(none.moved_bytes(Mode::Fwd, 256, DType::BF16), 0);
+        assert_eq!(none.least_extra_bytes(Mode::Bwd, 256, DType::BF16), 0);
+        // The gradient of a plain rotation needs no x; theta is read.
+        let rotate = case("lrpe_rotate");
+        assert_eq!(rotate.moved_bytes(Mode::Bwd, 256, DType::BF16), 2 * tensor + 12 * 64 * 4);
+        let norm = case("use_residual_False");
+        let row = 4 * 1024 * 2048 * 2;
+        let (statistics, weight) = (4 * 1024 * 4, 2048 * 2);
+        let moved = norm.moved_bytes(Mode::Bwd, 1024, DType::BF16);
+        assert_eq!(moved, 3 * row + 2 * weight + statistics);
+    }
+
+    #[test]
+    fn faults_name_file_and_case() {
+        let head = "family = \"f\"\nbatch = 1\ndim = 8\nsizes = [4]\n[[case]]\n";
+        let table = "table = \"t-{metric}-{mode}-{dtype}\"\ntitle = \"t\"\n";
+        let with = |operator: &str| {
+            parse("my.toml", &format!("{head}{table}operator = {{ {operator} }}\n"))
+        };
+        assert_eq!(with("op = \"rotate\"").unwrap()[0].quick, [4]);
+        for (operator, part) in [
+            ("op = \"act\", act = \"rulu\"", "rulu"),
+            ("op = \"softmax\", dim = 3", "dim is 3, expected -1 or -2"),
+            ("op = \"rotate\", act = \"softmax\"", "dim is missing"),
+            ("op = \"rotate\", act = \"silu\", dim = 1", "softmax only"),
+            ("op = \"cosine\", axes = 9", "axes is 9"),
+            ("op = \"conv\"", "conv"),
+            ("op = \"normalize\", gait = \"pre\"", "gait"),
+        ] {
+            let error = with(operator).unwrap_err();
+            assert!(error.starts_with("my.toml") && error.contains(part), "{error}");
+        }
+        let error = parse(
+            "my.toml",
+            &format!("{head}table = \"t\"\ntitle = \"t\"\noperator = {{ op = \"rotate\" }}\n"),
+        );
+        assert!(error.unwrap_err().contains("no {metric}"));
+        let error = read(Path::new("/no such file.toml")).unwrap_err();
+        assert!(error.contains("no such file.toml"), "{error}");
+    }
 }

@@ -15,7 +15,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 /// How bytes are stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Kind {
     /// The system's copy, one call per thread.
@@ -157,8 +157,37 @@ unsafe fn stream_block(from: &[u8; BLOCK], to: &mut [u8; BLOCK]) {
     }
 }
 
+/// A kind of copy on one thread or on all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Way {
+    kind: Kind,
+    parallel: bool,
+}
+
+impl Way {
+    pub(crate) const ALL: [Self; 4] = [
+        Self { kind: Kind::Memcpy, parallel: false },
+        Self { kind: Kind::Memcpy, parallel: true },
+        Self { kind: Kind::Streaming, parallel: false },
+        Self { kind: Kind::Streaming, parallel: true },
+    ];
+
+    /// Whether this CPU can.
+    pub(crate) fn is_available(self) -> bool {
+        self.kind.is_available()
+    }
+
+    pub(crate) fn copy(self, from: &[u8], to: &mut [u8]) {
+        if self.parallel {
+            self.kind.copy_parallel(from, to);
+        } else {
+            self.kind.copy(from, to);
+        }
+    }
+}
+
 /// The bytes of floats.
-fn bytes(numbers: &mut [f32]) -> &mut [u8] {
+pub(crate) fn bytes(numbers: &mut [f32]) -> &mut [u8] {
     // SAFETY: floats have no padding, and any bytes are floats.
     let (head, bytes, tail) = unsafe { numbers.align_to_mut::<u8>() };
     debug_assert!(head.is_empty() && tail.is_empty(), "a byte has no alignment");

@@ -6,6 +6,7 @@
 //!
 //! Exit codes: 0 all well, 1 failure, 2 wrong command line.
 
+mod bench;
 mod case;
 mod check;
 mod copy;
@@ -14,7 +15,9 @@ mod machine;
 mod peers;
 mod process_memory;
 mod protocol;
+mod published;
 mod record;
+mod report;
 mod tensor;
 mod worker;
 
@@ -23,9 +26,9 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Facts about this machine and about fuselane on it.
+/// How fast and how exact the fused operators are on this machine, beside others.
 ///
-/// Without a subcommand: `info`, then `check`.
+/// Without a subcommand: `bench`, a quick sweep of all tables.
 #[derive(Parser)]
 #[command(name = "fuselane", version)]
 struct Cli {
@@ -35,6 +38,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Bench(bench::Args),
     Info(info::Args),
     Check(check::Args),
     #[command(hide = true)]
@@ -43,12 +47,13 @@ enum Command {
 
 impl Command {
     fn without_arguments() -> Vec<Self> {
-        vec![Self::Info(info::Args::default()), Self::Check(check::Args::default())]
+        vec![Self::Bench(bench::Args::bare())]
     }
 }
 
 fn run(command: &Command) -> Result<ExitCode, Box<dyn Error>> {
     match command {
+        Command::Bench(args) => bench::run(args),
         Command::Info(args) => info::run(args),
         Command::Check(args) => check::run(args),
         Command::Worker(args) => worker::run(args),

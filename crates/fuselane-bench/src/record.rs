@@ -38,8 +38,8 @@ pub(crate) struct Record {
     /// Speed: as `of_copy_limit`, but against the operator's own rate in cache where that is
     /// lower (fuselane only).
     pub(crate) of_roofline: Option<f64>,
-    /// The largest error of the outputs against the f64 reference, in units of `tolerance`:
-    /// wrong above 1.
+    /// The largest error of the outputs against the f64 reference, in ulp at the larger of the
+    /// value and the output's root mean square.
     pub(crate) error: Option<f64>,
     /// Measured, and the outputs are right.
     pub(crate) ok: bool,

@@ -1,6 +1,7 @@
 //! The providers of a comparison, one file each: how its worker is started, and for those that
 //! run in this program, the library itself.
 
+mod copy;
 mod fuselane;
 mod unfused;
 
@@ -34,9 +35,24 @@ pub(crate) trait Peer {
     fn memory_factor(&self) -> f64;
 }
 
+/// What the tables always show: ours, and the limit.
+pub(crate) fn own() -> Vec<Box<dyn Peer>> {
+    vec![
+        Box::new(fuselane::Fuselane { table: false }),
+        Box::new(fuselane::Fuselane { table: true }),
+        Box::new(copy::Copy),
+    ]
+}
+
+/// What ours can be compared with, in the order of the tables' columns.
+pub(crate) fn others() -> Vec<Box<dyn Peer>> {
+    vec![Box::new(unfused::Unfused)]
+}
+
 /// A library that runs in a worker of this program, by its provider's name.
 pub(crate) fn library(name: &str) -> Option<Box<dyn Library>> {
     match name {
+        "copy" => Some(Box::new(copy::Copy)),
         "fuselane" => Some(Box::new(fuselane::Fuselane { table: false })),
         "fuselane_table" => Some(Box::new(fuselane::Fuselane { table: true })),
         "unfused" => Some(Box::new(unfused::Unfused)),

@@ -1,0 +1,204 @@
+//! The inputs of a row: made once, as files that all workers read.
+//!
+//! They are in memory where the system has a folder for that, so that reading them is no matter
+//! of the disk. Values are nearly normal and repeat with a period of about a million elements, a
+//! prime, so that no two slices of a tensor are alike; no operator's time depends on that.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use fuselane::reference::Random;
+use fuselane::{DType, Theta};
+use half::{bf16, f16};
+
+use crate::case::{Dtype, TensorSpec};
+use crate::protocol::{Input, Sample};
+
+const PERIOD: usize = 1_048_573;
+
+/// A folder of input files, removed in the end.
+pub(super) struct InputFiles {
+    folder: PathBuf,
+    /// The repeated values of each tensor name and dtype, as bytes.
+    blocks: HashMap<(&'static str, DType), Vec<u8>>,
+    /// What is there, with its size in bytes.
+    files: HashMap<PathBuf, u64>,
+}
+
+impl InputFiles {
+    pub(super) fn new() -> Result<Self, String> {
+        let memory = Path::new("/dev/shm");
+        let parent = if memory.is_dir() { memory.to_path_buf() } else { std::env::temp_dir() };
+        let folder = parent.join(format!("fuselane-{}", std::process::id()));
+        fs::create_dir_all(&folder)
+            .map_err(|error| format!("no folder for inputs at {}: {error}", folder.display()))?;
+        Ok(Self { folder, blocks: HashMap::new(), files: HashMap::new() })
+    }
+
+    pub(super) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Makes files for these tensors, and removes those that are not among them.
+    pub(super) fn provide(&mut self, tensors: &[TensorSpec]) -> Result<Vec<Input>, String> {
+        let inputs: Vec<Input> = tensors
+            .iter()
+            .map(|tensor| Input {
+                name: tensor.name.to_owned(),
+                dtype: Dtype(tensor.dtype),
+                shape: tensor.shape.clone(),
+                path: self.folder.join(format!(
+                    "{}-{}-{}",
+                    tensor.name,
+                    tensor.dtype,
+                    tensor.len()
+                )),
+            })
+            .collect();
+        self.files.retain(|path, _| {
+            let keep = inputs.iter().any(|input| input.path == *path);
+            if !keep {
+                let _ = fs::remove_file(path);
+            }
+            keep
+        });
+        for (tensor, input) in tensors.iter().zip(&inputs) {
+            if self.files.get(&input.path) == Some(&tensor.bytes()) && input.name != "theta" {
+                continue;
+            }
+            self.write(tensor, &input.path)
+                .map_err(|error| format!("input {}: {error}", input.path.display()))?;
+            self.files.insert(input.path.clone(), tensor.bytes());
+        }
+        Ok(inputs)
+    }
+
+    fn write(&mut self, tensor: &TensorSpec, path: &Path) -> io::Result<()> {
+        let mut file = BufWriter::new(File::create(path)?);
+        if tensor.name == "theta" {
+            let frequencies = frequencies(tensor.shape[1]);
+            for _ in 0..tensor.shape[0] {
+                file.write_all(&encode(DType::F32, &frequencies))?;
+            }
+            return file.flush();
+        }
+        let block = self
+            .blocks
+            .entry((tensor.name, tensor.dtype))
+            .or_insert_with(|| encode(tensor.dtype, &values(tensor.name)));
+        let mut left = tensor.len() * tensor.dtype.size();
+        while left > 0 {
+            let part = left.min(block.len());
+            file.write_all(&block[..part])?;
+            left -= part;
+        }
+        file.flush()
+    }
+}
+
+impl Drop for InputFiles {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.folder);
+    }
+}
+
+/// The values of a tensor, by its name, so that they are the same in every run.
+fn values(name: &str) -> Vec<f64> {
+    let seed = name.bytes().fold(17u64, |seed, byte| seed.wrapping_mul(31) + u64::from(byte));
+    let mut normals = Random::new(seed).normals(PERIOD);
+    if name == "weight" {
+        normals.iter_mut().for_each(|value| *value = 1.0 + 0.1 * *value);
+    }
+    normals
+}
+
+/// The usual schedule, from 1 downwards.
+fn frequencies(count: usize) -> Vec<f64> {
+    let theta = Theta { dim: 2 * count, ..Theta::default() };
+    theta.frequencies().unwrap_or_else(|_| vec![1.0; count])
+}
+
+fn encode(dtype: DType, values: &[f64]) -> Vec<u8> {
+    match dtype {
+        DType::F64 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        DType::F32 => values.iter().flat_map(|&v| (v as f32).to_le_bytes()).collect(),
+        DType::F16 => values.iter().flat_map(|&v| f16::from_f64(v).to_le_bytes()).collect(),
+        DType::BF16 => values.iter().flat_map(|&v| bf16::from_f64(v).to_le_bytes()).collect(),
+    }
+}
+
+/// Elements of an input's file.
+pub(super) fn read(input: &Input, samples: &[Sample]) -> io::Result<Vec<f64>> {
+    let dtype = input.dtype.0;
+    let mut file = File::open(&input.path)?;
+    let mut bytes = Vec::new();
+    for sample in samples {
+        for i in 0..sample.count {
+            let start = (sample.start + i * sample.step) * dtype.size();
+            file.seek(SeekFrom::Start(start as u64))?;
+            let length = bytes.len();
+            bytes.resize(length + sample.length * dtype.size(), 0);
+            file.read_exact(&mut bytes[length..])?;
+        }
+    }
+    Ok(decode(dtype, &bytes))
+}
+
+fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
+    match dtype {
+        DType::F64 => bytes.as_chunks().0.iter().map(|&b| f64::from_le_bytes(b)).collect(),
+        DType::F32 => bytes.as_chunks().0.iter().map(|&b| f32::from_le_bytes(b).into()).collect(),
+        DType::F16 => bytes.as_chunks().0.iter().map(|&b| f16::from_le_bytes(b).into()).collect(),
+        DType::BF16 => bytes.as_chunks().0.iter().map(|&b| bf16::from_le_bytes(b).into()).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(name: &'static str, shape: &[usize], dtype: DType) -> TensorSpec {
+        TensorSpec { name, shape: shape.to_vec(), dtype }
+    }
+
+    #[test]
+    fn files_come_and_go() {
+        let mut files = InputFiles::new().unwrap();
+        let x = spec("x", &[3, 5], DType::BF16);
+        let theta = spec("theta", &[2, 4], DType::F32);
+        let inputs = files.provide(&[x.clone(), theta]).unwrap();
+        assert_eq!(fs::metadata(&inputs[0].path).unwrap().len(), 30);
+        let all = |input: &Input| {
+            let length = input.shape.iter().product();
+            read(input, &[Sample { start: 0, length, step: 0, count: 1 }]).unwrap()
+        };
+        let theta = all(&inputs[1]);
+        assert_eq!(theta[..4], theta[4..]);
+        assert!(theta[0] == 1.0 && theta[3] < theta[2]);
+        let first = all(&inputs[0]);
+        assert!(first.iter().any(|&v| v > 0.0) && first.iter().any(|&v| v < 0.0));
+
+        // Another size of x is another file, with the same values from its beginning.
+        let longer = files.provide(&[spec("x", &[7, 5], DType::BF16)]).unwrap();
+        assert_eq!(all(&longer[0])[..15], first);
+        assert!(!inputs[0].path.exists() && !inputs[1].path.exists());
+        let folder = files.folder().to_path_buf();
+        drop(files);
+        assert!(!folder.exists());
+    }
+
+    #[test]
+    fn long_tensors_repeat() {
+        let mut files = InputFiles {
+            folder: tempfile::tempdir().unwrap().keep(),
+            blocks: HashMap::new(),
+            files: HashMap::new(),
+        };
+        let inputs = files.provide(&[spec("grad", &[PERIOD + 2], DType::F16)]).unwrap();
+        let ends = read(&inputs[0], &[Sample { start: 0, length: 2, step: PERIOD, count: 2 }]);
+        let ends = ends.unwrap();
+        assert_eq!(ends[..2], ends[2..]);
+    }
+}

@@ -1,0 +1,454 @@
+//! `fuselane bench`: the published tables, regenerated on this machine.
+//!
+//! `select` says which tables, `sweep` measures their rows through workers (`process`) on shared
+//! `inputs`, `truth` tells whether results are right, `folder` keeps them, `tables` shows them.
+
+mod folder;
+mod inputs;
+mod interrupt;
+mod process;
+mod select;
+mod statistics;
+mod sweep;
+mod tables;
+mod truth;
+
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::time::{Duration, SystemTime};
+
+use clap::Parser as _;
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::case::{self, Dtype, Metric};
+use crate::machine::Machine;
+use crate::peers::{self, Peer, Start};
+use crate::protocol::Alloc;
+use crate::record::{Record, Run};
+use crate::report;
+use folder::Folder;
+use select::{Sizes, Table};
+use sweep::{Effort, Stop, Sweep};
+
+/// Measure ours beside others: speed and memory, forward and backward.
+///
+/// Makes the published tables on this machine, each row with the limit beside it: a copy of as
+/// many bytes as the operator has to move. Outputs of all providers are compared with an f64
+/// reference before anything is timed. Results go to a folder, with a report to open in a browser.
+///
+/// Examples:
+///   fuselane bench '*relu*' --n 1024,4096
+///   fuselane bench --peers torch,torch_compile --full
+///   fuselane bench --resume fuselane-runs/2026-01-31T12-00-00Z
+#[derive(clap::Args, Default)]
+#[command(verbatim_doc_comment)]
+pub(crate) struct Args {
+    /// Only tables whose names match, such as '*-speed-fwd-*' or '*relu*'.
+    #[arg(value_name = "GLOB")]
+    globs: Vec<String>,
+    /// These sequence lengths (on a grid, about as many tokens).
+    #[arg(long, value_delimiter = ',', value_name = "N", value_parser = parse_size)]
+    n: Vec<usize>,
+    /// A few small sizes of each table: about a minute without Python peers [the default].
+    #[arg(long, conflicts_with_all = ["n", "full"])]
+    quick: bool,
+    /// All sizes of the published tables, up to 32768; rows that do not fit in memory say so.
+    #[arg(long, conflicts_with = "n")]
+    full: bool,
+    /// These dtypes of activations (bf16, f16, f32) in place of each case's own.
+    #[arg(long, value_delimiter = ',', value_name = "DTYPE")]
+    dtype: Vec<Dtype>,
+    /// Whom to compare with: torch, torch_compile, jax, candle, unfused; or all, or none.
+    #[arg(long, value_delimiter = ',', value_name = "PEER", default_value = "unfused")]
+    peers: Vec<String>,
+    /// Outputs in memory that is used again, or in new memory from each library's default
+    /// allocator, or both.
+    #[arg(long, value_name = "REGIME", default_value = "warm")]
+    alloc: AllocArg,
+    /// Threads of each provider [default: all].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    threads: Option<u16>,
+    /// Where results go [default: a new folder in fuselane-runs].
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Go on with an interrupted run, with its own options.
+    #[arg(long, value_name = "DIR", conflicts_with_all =
+        ["globs", "n", "quick", "full", "dtype", "peers", "alloc", "threads", "out", "cases"])]
+    resume: Option<PathBuf>,
+    /// What to print.
+    #[arg(long, value_name = "FORMAT", default_value = "table")]
+    format: Format,
+    /// Further case files, in the form of those in crates/fuselane-bench/cases.
+    #[arg(long, value_name = "FILE")]
+    cases: Vec<PathBuf>,
+    /// Print the names of the tables and end.
+    #[arg(long)]
+    list: bool,
+}
+
+#[derive(Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+enum AllocArg {
+    #[default]
+    Warm,
+    Fresh,
+    Both,
+}
+
+impl AllocArg {
+    fn regimes(self) -> &'static [Alloc] {
+        match self {
+            Self::Warm => &[Alloc::Warm],
+            Self::Fresh => &[Alloc::Fresh],
+            Self::Both => &[Alloc::Warm, Alloc::Fresh],
+        }
+    }
+}
+
+#[derive(Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+enum Format {
+    /// Tables for people.
+    #[default]
+    Table,
+    /// A JSON object per line.
+    Json,
+    /// Comma-separated values.
+    Csv,
+}
+
+fn parse_size(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n @ 1..=0x1000_0000) => Ok(n),
+        _ => Err("expected a number from 1 to 268435456".to_owned()),
+    }
+}
+
+/// The bare command.
+impl Args {
+    pub(crate) fn bare() -> Self {
+        Self { peers: vec!["unfused".to_owned()], ..Self::default() }
+    }
+
+    fn sizes(&self) -> Sizes {
+        match (self.full, self.n.is_empty()) {
+            (true, _) => Sizes::Full,
+            (false, true) => Sizes::Quick,
+            (false, false) => Sizes::Tokens(self.n.clone()),
+        }
+    }
+
+    fn tables(&self) -> Result<Vec<Table>, String> {
+        let mut cases = case::builtin()?;
+        for path in &self.cases {
+            cases.extend(case::read(path)?);
+        }
+        select::tables(&cases, &self.globs, &self.sizes(), &self.dtype)
+    }
+}
+
+/// For parsing the options that a run was begun with.
+#[derive(clap::Parser)]
+struct Stored {
+    #[command(flatten)]
+    args: Args,
+}
+
+pub(crate) fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
+    if args.list {
+        let names: Vec<String> =
+            args.tables()?.into_iter().map(|table| table.name + "\n").collect();
+        std::io::stdout().write_all(names.concat().as_bytes())?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let Some(path) = &args.resume else {
+        let facts = facts(args);
+        let path = args.out.clone().unwrap_or_else(|| default_folder(&facts.started));
+        let plan = Plan::new(args, args.format)?;
+        return plan.run(Folder::create(&path, facts)?);
+    };
+    let folder = Folder::resume(path)?;
+    let stored = ["fuselane bench".to_owned()].into_iter().chain(folder.run.arguments.clone());
+    let stored = Stored::try_parse_from(stored)
+        .map_err(|error| format!("the options in {}/run.json: {error}", path.display()))?;
+    let plan = Plan::new(&stored.args, args.format)?;
+    plan.run(folder)
+}
+
+/// A run's folder, by its time.
+fn default_folder(started: &str) -> PathBuf {
+    // Colons are not for file names everywhere.
+    Path::new("fuselane-runs").join(started.replace(':', "-"))
+}
+
+/// All that a run is, before its folder is there.
+struct Plan {
+    tables: Vec<Table>,
+    peers: Vec<Box<dyn Peer>>,
+    regimes: &'static [Alloc],
+    threads: usize,
+    effort: Effort,
+    format: Format,
+    /// None of the Python peers was asked for.
+    rust_only: bool,
+}
+
+impl Plan {
+    fn new(args: &Args, format: Format) -> Result<Self, String> {
+        let threads = threads(args);
+        Ok(Self {
+            tables: args.tables()?,
+            peers: peers(&args.peers, threads)?,
+            regimes: args.alloc.regimes(),
+            threads,
+            effort: if args.full { Effort::FULL } else { Effort::QUICK },
+            format,
+            rust_only: args.peers.iter().all(|peer| peer == "unfused" || peer == "none"),
+        })
+    }
+
+    /// The regimes of a table: memory is always measured with each library's own allocator.
+    fn regimes(&self, table: &Table) -> &'static [Alloc] {
+        match table.metric {
+            Metric::Speed => self.regimes,
+            Metric::Memory => &[Alloc::Fresh],
+        }
+    }
+
+    fn run(&self, folder: Folder) -> Result<ExitCode, Box<dyn Error>> {
+        interrupt::listen();
+        let names: Vec<&str> = self.peers.iter().map(|peer| peer.name()).collect();
+        let path = folder.path().to_path_buf();
+        if self.format == Format::Table {
+            self.say(&self.heading(&folder, &names))?;
+        } else if self.format == Format::Csv {
+            self.say(&folder::csv(&[], true)?)?;
+        }
+        let mut sweep = Sweep::new(&self.peers, self.threads, self.effort, folder)?;
+        let swept = self.sweep(&mut sweep, &names);
+        sweep.folder.write_csv()?;
+        if self.format == Format::Table {
+            self.say(&format!("{}\n", tables::summary(&sweep.folder.records)))?;
+        }
+        if !sweep.folder.records.is_empty() {
+            let page = report::write(&path)?;
+            eprintln!("results: {}\nreport:  {}", path.display(), page.display());
+        }
+        match swept {
+            Ok(()) => {
+                if self.rust_only && self.format == Format::Table {
+                    eprintln!(
+                        "PyTorch beside it: `fuselane setup-peers` once, then `fuselane bench --peers torch,torch_compile`"
+                    );
+                }
+                Ok(ExitCode::SUCCESS)
+            }
+            Err(Stop::Interrupted) => {
+                eprintln!("interrupted; go on with `fuselane bench --resume {}`", path.display());
+                Ok(ExitCode::from(130))
+            }
+            Err(Stop::Failed(why)) => Err(why.into()),
+        }
+    }
+
+    fn heading(&self, folder: &Folder, names: &[&str]) -> String {
+        let run = &folder.run;
+        let rows: usize = self.tables.iter().map(|t| t.sizes.len() * self.regimes(t).len()).sum();
+        format!(
+            "fuselane {} on {}, {} threads, {}\n{} tables, {rows} rows; providers: {}\n\
+             best/ours: the best other provider over ours, above 1 where ours is ahead; of copy: a copy\n\
+             of the same bytes over ours; of roof: the same, or ours in cache where that is slower\n\n",
+            run.fuselane,
+            run.machine.cpu.as_deref().unwrap_or("an unknown CPU"),
+            self.threads,
+            run.isa,
+            self.tables.len(),
+            names.join(", "),
+        )
+    }
+
+    fn sweep(&self, sweep: &mut Sweep<'_>, names: &[&str]) -> Result<(), Stop> {
+        let mut total = 0;
+        for table in &self.tables {
+            total += table.sizes.iter().map(|&n| weight(table, n)).sum::<u64>()
+                * self.regimes(table).len() as u64;
+        }
+        let style = "{wide_bar} {percent:>3} %  {elapsed} + {eta}  {msg}";
+        let style = ProgressStyle::with_template(style).map_err(|error| error.to_string())?;
+        // Hidden by itself where stderr is not a terminal.
+        let bar = ProgressBar::new(total).with_style(style);
+        bar.enable_steady_tick(Duration::from_millis(200));
+        for table in &self.tables {
+            for &alloc in self.regimes(table) {
+                for &n in &table.sizes {
+                    bar.set_message(format!("{} n={n}", short(&table.name)));
+                    let records = sweep.row(table, n, alloc)?;
+                    bar.inc(weight(table, n));
+                    let text = match self.format {
+                        Format::Table => String::new(),
+                        Format::Json => json(&records)?,
+                        Format::Csv => folder::csv(&records, false)?,
+                    };
+                    bar.suspend(|| self.say(&text))?;
+                }
+                if self.format == Format::Table {
+                    let text = tables::render(table, alloc, &sweep.folder.records, names);
+                    bar.suspend(|| self.say(&(text + "\n")))?;
+                }
+            }
+        }
+        bar.finish_and_clear();
+        Ok(())
+    }
+
+    fn say(&self, text: &str) -> Result<(), String> {
+        let mut out = anstream::stdout().lock();
+        let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+        written.map_err(|error| format!("standard output: {error}"))
+    }
+}
+
+/// The parts of a table's name that tell it from others.
+fn short(name: &str) -> String {
+    let parts: Vec<&str> = name.split('-').filter(|part| !part.starts_with("batch")).collect();
+    parts.join("-")
+}
+
+/// How long a row takes, roughly, in arbitrary units.
+fn weight(table: &Table, n: usize) -> u64 {
+    let moved = table.case.moved_bytes(table.mode, n, table.dtype.0);
+    match table.metric {
+        Metric::Speed => 100 + (moved >> 20),
+        Metric::Memory => 20 + (moved >> 22),
+    }
+}
+
+fn json(records: &[Record]) -> Result<String, String> {
+    let mut text = String::new();
+    for record in records {
+        text += &serde_json::to_string(record).map_err(|error| error.to_string())?;
+        text.push('\n');
+    }
+    Ok(text)
+}
+
+fn threads(args: &Args) -> usize {
+    args.threads.map_or_else(rayon::current_num_threads, usize::from)
+}
+
+/// Ours and the others that are asked for, in the order of the columns. One that is not to be had
+/// is said on standard error and left out.
+fn peers(asked: &[String], threads: usize) -> Result<Vec<Box<dyn Peer>>, String> {
+    let others = peers::others();
+    let names: Vec<&str> = others.iter().map(|peer| peer.name()).collect();
+    for name in asked {
+        if !matches!(name.as_str(), "all" | "none") && !names.contains(&name.as_str()) {
+            return Err(format!(
+                "unknown peer {name:?}, expected {}, all or none",
+                names.join(", ")
+            ));
+        }
+    }
+    let all = asked.iter().any(|name| name == "all");
+    let mut found = peers::own();
+    for peer in others {
+        if !all && !asked.iter().any(|name| name == peer.name()) {
+            continue;
+        }
+        match peer.command(Start { threads, alloc: Alloc::Warm }) {
+            Ok(_) => found.push(peer),
+            Err(why) => eprintln!("fuselane: {why}"),
+        }
+    }
+    // The limit stands last.
+    found.sort_by_key(|peer| peer.name() == "copy");
+    Ok(found)
+}
+
+/// What is known before anything is measured.
+fn facts(args: &Args) -> Run {
+    let arguments = std::env::args().skip_while(|argument| argument != "bench").skip(1);
+    Run {
+        started: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
+        arguments: without_out(arguments),
+        fuselane: env!("CARGO_PKG_VERSION").to_owned(),
+        commit: commit(),
+        machine: Machine::read(),
+        os: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
+        isa: fuselane::isa().name().to_owned(),
+        threads: threads(args),
+        versions: BTreeMap::new(),
+    }
+}
+
+/// The options that say what is measured: not where it goes, nor how it is shown.
+fn without_out(arguments: impl Iterator<Item = String>) -> Vec<String> {
+    let mut kept = Vec::new();
+    let mut arguments = arguments.peekable();
+    while let Some(argument) = arguments.next() {
+        let option = ["--out", "--format"]
+            .iter()
+            .find(|&&option| argument == option || argument.starts_with(&format!("{option}=")));
+        match option {
+            None => kept.push(argument),
+            Some(&option) if argument == option => drop(arguments.next()),
+            Some(_) => {}
+        }
+    }
+    kept
+}
+
+/// The commit of the sources that this was built from, if they are still there.
+fn commit() -> Option<String> {
+    let git = |arguments: &[&str]| {
+        let folder = env!("CARGO_MANIFEST_DIR");
+        let output = Command::new("git").arg("-C").arg(folder).args(arguments).output().ok()?;
+        let text = String::from_utf8(output.stdout).ok()?.trim().to_owned();
+        output.status.success().then_some(text)
+    };
+    let commit = git(&["rev-parse", "--short=12", "HEAD"])?;
+    let changed = git(&["status", "--porcelain", "--untracked-files=no"])?;
+    Some(if changed.is_empty() { commit } else { commit + "-dirty" })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_measured_is_stored() {
+        let line = "*relu* --out x --n 5 --format=json --format json --peers torch --out=y";
+        let kept = without_out(line.split(' ').map(str::to_owned));
+        assert_eq!(kept, ["*relu*", "--n", "5", "--peers", "torch"]);
+        let stored = Stored::try_parse_from(["fuselane bench".to_owned()].into_iter().chain(kept));
+        let args = stored.unwrap().args;
+        assert_eq!(
+            (args.n, args.peers, args.globs),
+            (vec![5], vec!["torch".to_owned()], vec!["*relu*".to_owned()])
+        );
+    }
+
+    #[test]
+    fn sizes_and_peers() {
+        assert_eq!(parse_size("1024"), Ok(1024));
+        for text in ["0", "-1", "x", "99999999999"] {
+            assert!(parse_size(text).is_err(), "{text}");
+        }
+        let error = peers(&["tensorflow".to_owned()], 1).err().unwrap();
+        assert!(error.contains("tensorflow") && error.contains("unfused"), "{error}");
+        let names: Vec<&str> =
+            peers(&["none".to_owned()], 1).unwrap().iter().map(|peer| peer.name()).collect();
+        assert_eq!(names, ["fuselane", "fuselane_table", "copy"]);
+    }
+
+    #[test]
+    fn names_of_folders() {
+        let folder = default_folder("2026-01-31T12:00:00Z");
+        assert_eq!(folder, Path::new("fuselane-runs/2026-01-31T12-00-00Z"));
+        assert_eq!(
+            short("act-speed-fwd-batch12-head12-dim128-act_relu-bf16"),
+            "act-speed-fwd-head12-dim128-act_relu-bf16"
+        );
+    }
+}

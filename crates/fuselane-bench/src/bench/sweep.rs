@@ -1,0 +1,578 @@
+//! The measuring of rows: providers take turns in rounds, so that whatever else the machine does
+//! falls on all of them.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+use std::time::{Duration, Instant};
+
+use super::folder::Folder;
+use super::inputs::InputFiles;
+use super::interrupt;
+use super::process::{Silence, Worker};
+use super::select::Table;
+use super::statistics::Spread;
+use super::truth::{Truth, tolerance};
+use crate::case::{Metric, Mode, bytes_of};
+use crate::machine::Machine;
+use crate::peers::{Peer, Start};
+use crate::protocol::{Alloc, Input, Job, Reply, Request};
+use crate::published;
+use crate::record::Record;
+
+const MIB: f64 = (1 << 20) as f64;
+
+/// A worker that has crashed or hung this often is not started again.
+const DEATHS: usize = 3;
+
+/// How much is measured.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Effort {
+    /// Rounds that every row has, and at most.
+    pub(super) rounds: (usize, usize),
+    /// Rounds beyond the least are begun within this time.
+    pub(super) time: Duration,
+    /// How long a worker may take for one answer.
+    pub(super) patience: Duration,
+}
+
+impl Effort {
+    pub(super) const QUICK: Self = Self {
+        rounds: (5, 15),
+        time: Duration::from_millis(250),
+        patience: Duration::from_secs(600),
+    };
+    pub(super) const FULL: Self =
+        Self { rounds: (9, 40), time: Duration::from_secs(2), ..Self::QUICK };
+}
+
+/// Why a sweep ends early.
+pub(super) enum Stop {
+    Interrupted,
+    Failed(String),
+}
+
+impl From<String> for Stop {
+    fn from(why: String) -> Self {
+        Self::Failed(why)
+    }
+}
+
+/// A worker is one provider in one regime; memory is measured in a process of its own, and so is
+/// the rate on one thread.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Key {
+    provider: &'static str,
+    alloc: Alloc,
+    threads: usize,
+    memory: bool,
+}
+
+pub(super) struct Sweep<'a> {
+    pub(super) peers: &'a [Box<dyn Peer>],
+    pub(super) threads: usize,
+    pub(super) effort: Effort,
+    pub(super) folder: Folder,
+    inputs: InputFiles,
+    workers: HashMap<Key, Worker>,
+    deaths: HashMap<&'static str, (usize, String)>,
+    /// Bytes per second of one thread on data that stays in cache, by table.
+    rates: HashMap<String, Option<f64>>,
+    l2_bytes: u64,
+}
+
+/// What a provider has come to in a row.
+enum State {
+    /// Prepared, with right outputs.
+    Ready { error: Option<f64>, ns: Vec<f64>, estimate: f64 },
+    /// No result.
+    Out { error: Option<f64>, note: String },
+}
+
+impl State {
+    fn out(note: impl Into<String>) -> Self {
+        Self::Out { error: None, note: note.into() }
+    }
+}
+
+impl<'a> Sweep<'a> {
+    pub(super) fn new(
+        peers: &'a [Box<dyn Peer>],
+        threads: usize,
+        effort: Effort,
+        folder: Folder,
+    ) -> Result<Self, String> {
+        let l2 = folder.run.machine.caches.l2.map_or(1 << 20, |cache| cache.bytes);
+        Ok(Self {
+            peers,
+            threads,
+            effort,
+            folder,
+            inputs: InputFiles::new()?,
+            workers: HashMap::new(),
+            deaths: HashMap::new(),
+            rates: HashMap::new(),
+            l2_bytes: l2,
+        })
+    }
+
+    /// The providers of a row that have no record yet.
+    fn missing(&self, table: &Table, n: usize, alloc: Alloc) -> Vec<&'a dyn Peer> {
+        let peers = self.peers.iter().map(|peer| &**peer);
+        let peers = peers.filter(|peer| peer.applies(&table.case.operator));
+        let peers = peers.filter(|peer| table.metric == Metric::Speed || peer.name() != "copy");
+        peers.filter(|peer| !self.folder.is_done(&table.name, n, peer.name(), alloc)).collect()
+    }
+
+    /// Measures a row, and keeps its records. Those that are there already are not measured.
+    pub(super) fn row(
+        &mut self,
+        table: &Table,
+        n: usize,
+        alloc: Alloc,
+    ) -> Result<Vec<Record>, Stop> {
+        let peers = self.missing(table, n, alloc);
+        if peers.is_empty() {
+            return Ok(Vec::new());
+        }
+        let records = match table.metric {
+            Metric::Speed => self.speed(table, n, alloc, &peers)?,
+            Metric::Memory => self.memory(table, n, alloc, &peers)?,
+        };
+        self.folder.add(&records)?;
+        Ok(records)
+    }
+
+    fn speed(
+        &mut self,
+        table: &Table,
+        n: usize,
+        alloc: Alloc,
+        peers: &[&'a dyn Peer],
+    ) -> Result<Vec<Record>, Stop> {
+        let Table { case, mode, dtype, .. } = table;
+        let rate = self.rate(table)?;
+        let specs = case.inputs(*mode, n, dtype.0);
+        let moved = case.moved_bytes(*mode, n, dtype.0);
+        let mut states: BTreeMap<&str, State> = BTreeMap::new();
+
+        let (mapped, refused) = self.fit(table, n, peers);
+        for (name, note) in refused {
+            states.insert(name, State::out(note));
+        }
+        let left = peers.iter().filter(|peer| !states.contains_key(peer.name()));
+        let left: Vec<&dyn Peer> = left.copied().collect();
+        if !left.is_empty() {
+            let inputs = self.inputs.provide(&specs)?;
+            let truth = Truth::of(case, *mode, n, dtype.0, &inputs)?;
+            let mut job = self.job(table, n, alloc, inputs);
+            job.mapped = mapped;
+            for &peer in &left {
+                let state = if peer.name() == "copy" {
+                    let n = usize::try_from(moved / 2).unwrap_or(usize::MAX);
+                    let job = Job { n, inputs: Vec::new(), ..job.clone() };
+                    self.prepare(peer, alloc, &job, None)?
+                } else {
+                    self.prepare(peer, alloc, &job, Some(&truth))?
+                };
+                states.insert(peer.name(), state);
+            }
+            self.rounds(alloc, &left, &mut states)?;
+            for &peer in &left {
+                let _ = self.ask(peer, alloc, self.threads, false, &Request::Release)?;
+            }
+        }
+
+        let spreads: BTreeMap<&str, Spread> = states
+            .iter()
+            .filter_map(|(&name, state)| match state {
+                State::Ready { ns, .. } => Some((name, Spread::of(ns)?)),
+                State::Out { .. } => None,
+            })
+            .collect();
+        let copy = spreads.get("copy").map(|spread| spread.median);
+        let mut records = Vec::new();
+        for &peer in peers {
+            let name = peer.name();
+            let spread = spreads.get(name);
+            let mut record = blank(table, n, name, alloc);
+            record.bytes = Some(moved);
+            if let Some(spread) = spread {
+                record.value = Some(spread.median / 1e6);
+                record.p20 = Some(spread.p20 / 1e6);
+                record.p80 = Some(spread.p80 / 1e6);
+                if let (Some(copy), true) = (copy, moved > 0) {
+                    record.of_copy_limit = Some(copy / spread.median);
+                    if let (Some(rate), true) = (rate, name.starts_with("fuselane")) {
+                        let in_cache = moved as f64 / (rate * self.threads as f64) * 1e9;
+                        record.of_roofline = Some(copy.max(in_cache) / spread.median);
+                    }
+                }
+            }
+            match states.remove(name) {
+                Some(State::Ready { error, ns, .. }) => {
+                    (record.ok, record.error, record.calls) = (!ns.is_empty(), error, ns.len());
+                    if mapped {
+                        record.note = "inputs mapped from files: memory holds one copy".to_owned();
+                    }
+                }
+                Some(State::Out { error, note }) => (record.error, record.note) = (error, note),
+                None => {}
+            }
+            records.push(record);
+        }
+        Ok(records)
+    }
+
+    fn job(&self, table: &Table, n: usize, alloc: Alloc, inputs: Vec<Input>) -> Job {
+        Job {
+            operator: table.case.operator,
+            mode: table.mode,
+            dtype: table.dtype,
+            n,
+            threads: self.threads,
+            alloc,
+            inputs,
+            mapped: false,
+        }
+    }
+
+    /// Gets a provider ready, and compares its outputs with the truth.
+    fn prepare(
+        &mut self,
+        peer: &'a dyn Peer,
+        alloc: Alloc,
+        job: &Job,
+        truth: Option<&Truth>,
+    ) -> Result<State, Stop> {
+        let request = Request::Prepare { job: job.clone() };
+        match self.ask(peer, alloc, job.threads, false, &request)? {
+            Ok(Reply::Ready) => {}
+            Ok(other) => return Ok(State::out(refusal(other))),
+            Err(note) => return Ok(State::out(note)),
+        }
+        let mut error = None;
+        if let Some(truth) = truth {
+            let folder = self.inputs.folder().join("outputs");
+            let cleared = fs::remove_dir_all(&folder).is_ok() || !folder.exists();
+            if let (false, _) | (_, Err(_)) = (cleared, fs::create_dir_all(&folder)) {
+                return Err(Stop::Failed(format!("cannot make {}", folder.display())));
+            }
+            let request = Request::Outputs { samples: truth.samples(), folder: folder.clone() };
+            match self.ask(peer, alloc, job.threads, false, &request)? {
+                Ok(Reply::Written) => {}
+                Ok(other) => return Ok(State::out(refusal(other))),
+                Err(note) => return Ok(State::out(note)),
+            }
+            let (found, limit) = match truth.error(&folder) {
+                Ok(found) => (found, tolerance(job.dtype.0)),
+                Err(note) => return Ok(State::Out { error: Some(f64::MAX), note }),
+            };
+            if found > limit {
+                let note = if found.is_finite() {
+                    format!("wrong result: off by {found:.0} ulp, {limit} are allowed; not timed")
+                } else {
+                    "wrong result: NaN; not timed".to_owned()
+                };
+                return Ok(State::Out { error: Some(found.min(f64::MAX)), note });
+            }
+            error = Some(found);
+        }
+        Ok(State::Ready { error, ns: Vec::new(), estimate: 0.0 })
+    }
+
+    /// The timed rounds, until the medians are stable or the time is up.
+    fn rounds(
+        &mut self,
+        alloc: Alloc,
+        peers: &[&'a dyn Peer],
+        states: &mut BTreeMap<&str, State>,
+    ) -> Result<(), Stop> {
+        let (least, most) = self.effort.rounds;
+        let start = Instant::now();
+        for round in 0..=most {
+            if round > least {
+                let stable = states.values().all(|state| match state {
+                    State::Ready { ns, .. } => Spread::of(ns).is_some_and(|s| s.width() < 0.05),
+                    State::Out { .. } => true,
+                });
+                if stable || start.elapsed() > self.effort.time {
+                    break;
+                }
+            }
+            for turn in 0..peers.len() {
+                // Another one goes first in each round.
+                let peer = peers[(turn + round) % peers.len()];
+                let Some(State::Ready { ns, estimate, .. }) = states.get_mut(peer.name()) else {
+                    continue;
+                };
+                // The first round only tells how long a call takes: others are then repeated for
+                // some milliseconds, after one call that brings its data back into the caches.
+                let calls = (4e6 / estimate.max(4e6 / 64.0)).ceil().max(1.0) as usize;
+                let first = round == 0;
+                let request = Request::Round {
+                    calls: if first { 1 } else { calls },
+                    settle: !first && *estimate < 20e6,
+                };
+                let threads = self.threads;
+                let note = match self.ask(peer, alloc, threads, false, &request)? {
+                    Ok(Reply::Times { ns: times }) => {
+                        let times: Vec<f64> = times.iter().map(|&ns| ns as f64).collect();
+                        *estimate = Spread::of(&times).map_or(0.0, |spread| spread.median);
+                        if !first {
+                            ns.extend(times);
+                        }
+                        continue;
+                    }
+                    Ok(other) => refusal(other),
+                    Err(note) => note,
+                };
+                states.insert(peer.name(), State::out(note));
+            }
+        }
+        Ok(())
+    }
+
+    /// The rate of ours on one thread with data that stays in the second-level cache: what the
+    /// arithmetic allows.
+    fn rate(&mut self, table: &Table) -> Result<Option<f64>, Stop> {
+        if let Some(&rate) = self.rates.get(&table.name) {
+            return Ok(rate);
+        }
+        let case = table.case.small();
+        let small = Table { case, ..table.clone() };
+        let moved = |n: usize| small.case.moved_bytes(small.mode, n, small.dtype.0);
+        let mut n = 1;
+        while moved(n + 1) <= self.l2_bytes / 2 && n < 1 << 16 {
+            n += 1;
+        }
+        let Some(&peer) = self.peers.iter().map(|peer| &**peer).collect::<Vec<_>>().first() else {
+            return Ok(None);
+        };
+        let mut rate = None;
+        if moved(n) > 0 {
+            let inputs = self.inputs.provide(&small.case.inputs(small.mode, n, small.dtype.0))?;
+            let job = Job { threads: 1, ..self.job(&small, n, Alloc::Warm, inputs) };
+            if let State::Ready { .. } = self.prepare(peer, Alloc::Warm, &job, None)? {
+                let request = Request::Round { calls: 200, settle: true };
+                if let Ok(Reply::Times { ns }) = self.ask(peer, Alloc::Warm, 1, false, &request)? {
+                    let ns: Vec<f64> = ns.iter().map(|&ns| ns as f64).collect();
+                    rate = Spread::of(&ns).map(|spread| moved(n) as f64 / spread.median * 1e9);
+                }
+                let _ = self.ask(peer, Alloc::Warm, 1, false, &Request::Release)?;
+            }
+        }
+        self.rates.insert(table.name.clone(), rate);
+        Ok(rate)
+    }
+
+    fn memory(
+        &mut self,
+        table: &Table,
+        n: usize,
+        alloc: Alloc,
+        peers: &[&'a dyn Peer],
+    ) -> Result<Vec<Record>, Stop> {
+        let Table { case, mode, dtype, .. } = table;
+        let specs = case.inputs(*mode, n, dtype.0);
+        let mut records = Vec::new();
+        for &peer in peers {
+            let mut record = blank(table, n, peer.name(), alloc);
+            record.least_bytes = Some(case.least_extra_bytes(*mode, n, dtype.0));
+            let (_, mut refused) = self.fit(table, n, &[peer]);
+            let answer = match refused.pop() {
+                Some((_, note)) => Err(note),
+                None => {
+                    let inputs = self.inputs.provide(&specs)?;
+                    let job = self.job(table, n, alloc, inputs);
+                    self.ask(peer, alloc, self.threads, true, &Request::Memory { job })?
+                }
+            };
+            match answer {
+                Ok(Reply::Memory { extra_bytes }) => {
+                    let all = bytes_of(&specs) + extra_bytes;
+                    (record.ok, record.calls) = (true, 1);
+                    record.bytes = Some(extra_bytes);
+                    record.value = Some(all as f64 / MIB);
+                }
+                Ok(other) => record.note = refusal(other),
+                Err(note) => record.note = note,
+            }
+            records.push(record);
+        }
+        Ok(records)
+    }
+
+    /// Which providers a row has memory for: whether inputs have to be shared for that, and those
+    /// that have to stay out, with a note.
+    fn fit(
+        &mut self,
+        table: &Table,
+        n: usize,
+        peers: &[&'a dyn Peer],
+    ) -> (bool, Vec<(&'static str, String)>) {
+        let Table { case, mode, dtype, .. } = table;
+        let inputs = bytes_of(&case.inputs(*mode, n, dtype.0)) as f64;
+        let mut needs: Vec<(&'static str, f64)> =
+            peers.iter().map(|peer| (peer.name(), need(*peer, table, n))).collect();
+        let available = || {
+            let bytes = Machine::read().available_memory_bytes;
+            // A tenth is left to the system.
+            bytes.map_or(f64::INFINITY, |bytes| bytes as f64 * 0.9)
+        };
+        let total = |needs: &[(&str, f64)]| inputs + needs.iter().map(|need| need.1).sum::<f64>();
+        let mut room = available();
+        if total(&needs) > room {
+            // Idle workers may hold on to memory of earlier rows.
+            self.workers.clear();
+            room = available();
+        }
+        if total(&needs) <= room {
+            return (false, Vec::new());
+        }
+        let shared = |needs: &[(&str, f64)]| {
+            inputs + needs.iter().map(|need| (need.1 - inputs).max(0.0)).sum::<f64>()
+        };
+        let mut refused = Vec::new();
+        while shared(&needs) > room && !needs.is_empty() {
+            // The hungriest goes; ours goes last.
+            let hungriest = |need: &&(&str, f64)| (need.0 != "fuselane", need.1);
+            let key = |a: &&(&str, f64), b: &&(&str, f64)| {
+                let (a, b) = (hungriest(a), hungriest(b));
+                a.0.cmp(&b.0).then(a.1.total_cmp(&b.1))
+            };
+            let Some(&(name, bytes)) = needs.iter().max_by(key) else { break };
+            let gib = |bytes: f64| bytes / MIB / 1024.0;
+            let note = format!(
+                "does not fit in memory: needs about {:.1} GiB beside {:.1} GiB for the others, {:.1} GiB are free",
+                gib(bytes),
+                gib((shared(&needs) - (bytes - inputs).max(0.0)).max(0.0)),
+                gib(room),
+            );
+            refused.push((name, note));
+            needs.retain(|need| need.0 != name);
+        }
+        (true, refused)
+    }
+
+    /// Asks a provider's worker, which is started if it is not up. The error of the inner result
+    /// is a note: this provider has no answer, others may.
+    fn ask(
+        &mut self,
+        peer: &'a dyn Peer,
+        alloc: Alloc,
+        threads: usize,
+        memory: bool,
+        request: &Request,
+    ) -> Result<Result<Reply, String>, Stop> {
+        if interrupt::asked() {
+            return Err(Stop::Interrupted);
+        }
+        let key = Key { provider: peer.name(), alloc, threads, memory };
+        if let Some((DEATHS.., why)) = self.deaths.get(peer.name()) {
+            return Ok(Err(format!("given up after {DEATHS} failures, the last: {why}")));
+        }
+        let patience = self.effort.patience;
+        let answer = match self.workers.get_mut(&key) {
+            Some(worker) => worker.ask(request, patience),
+            None if !matches!(request, Request::Prepare { .. } | Request::Memory { .. }) => {
+                return Ok(Err("its worker is gone".to_owned()));
+            }
+            None => match self.start(peer, &key)? {
+                Ok(worker) => worker.ask(request, patience),
+                Err(silence) => Err(silence),
+            },
+        };
+        match answer {
+            Ok(reply) => Ok(Ok(reply)),
+            Err(Silence::Interrupted) => Err(Stop::Interrupted),
+            Err(Silence::Dead(why)) => {
+                self.workers.remove(&key);
+                let deaths = self.deaths.entry(peer.name()).or_default();
+                *deaths = (deaths.0 + 1, why.clone());
+                Ok(Err(why))
+            }
+        }
+    }
+
+    fn start(&mut self, peer: &dyn Peer, key: &Key) -> Result<Result<&mut Worker, Silence>, Stop> {
+        let start = Start { threads: key.threads, alloc: key.alloc };
+        let command = match peer.command(start) {
+            Ok(command) => command,
+            Err(why) => return Ok(Err(Silence::Dead(why))),
+        };
+        match Worker::start(key.provider, command, &self.folder.log(key.provider)) {
+            Err(silence) => Ok(Err(silence)),
+            Ok((worker, versions)) => {
+                if !versions.is_empty() && !self.folder.run.versions.contains_key(key.provider) {
+                    self.folder.run.versions.insert(key.provider.to_owned(), versions);
+                    self.folder.write_run()?;
+                }
+                Ok(Ok(self.workers.entry(key.clone()).or_insert(worker)))
+            }
+        }
+    }
+}
+
+/// Roughly the most that a provider's process has at one time, inputs and all.
+fn need(peer: &dyn Peer, table: &Table, n: usize) -> f64 {
+    let Table { case, mode, dtype, .. } = table;
+    if peer.name() == "copy" {
+        return case.moved_bytes(*mode, n, dtype.0) as f64;
+    }
+    // What a GPU needed for the same is the best guess there is.
+    let name = case.table(Metric::Memory, *mode, fuselane::DType::BF16);
+    let wide = dtype.0.size() as f64 / 2.0;
+    if let Some(published) = published::find(&name, n) {
+        let guess = match peer.name() {
+            "torch" => published.eager.map(|mib| 1.3 * mib),
+            "torch_compile" => published.compiled.map(|mib| 1.6 * mib),
+            _ => None,
+        };
+        if let Some(mib) = guess {
+            return mib * MIB * wide;
+        }
+    }
+    let mut bytes =
+        bytes_of(&case.inputs(*mode, n, dtype.0)) + bytes_of(&case.outputs(*mode, n, dtype.0));
+    if *mode == Mode::Bwd {
+        bytes += bytes_of(&case.outputs(Mode::Fwd, n, dtype.0));
+    }
+    bytes as f64 * peer.memory_factor()
+}
+
+/// A note from an answer that is no result.
+fn refusal(reply: Reply) -> String {
+    match reply {
+        Reply::Unsupported { why } => why,
+        Reply::Failed { why } => format!("failed: {why}"),
+        other => format!("answered {other:?}"),
+    }
+}
+
+/// A record without a result.
+fn blank(table: &Table, n: usize, provider: &str, alloc: Alloc) -> Record {
+    Record {
+        table: table.name.clone(),
+        family: table.case.family.clone(),
+        title: table.case.title.clone(),
+        operator: table.case.operator.name().to_owned(),
+        metric: table.metric,
+        mode: table.mode,
+        n,
+        dtype: table.dtype.to_string(),
+        provider: provider.to_owned(),
+        alloc,
+        value: None,
+        p20: None,
+        p80: None,
+        unit: table.metric.unit().to_owned(),
+        bytes: None,
+        least_bytes: None,
+        of_copy_limit: None,
+        of_roofline: None,
+        error: None,
+        ok: false,
+        note: String::new(),
+        calls: 0,
+    }
+}

@@ -1,0 +1,100 @@
+//! The limit: a plain copy that moves as many bytes as an operator has to.
+//!
+//! Its job has no inputs; `n` is the number of bytes to copy. Of the ways to copy (stores past the
+//! caches or not, one thread or all) it takes the one that is fastest at that size.
+
+use std::collections::BTreeMap;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use fuselane::{Buffer, DType};
+
+use super::{Peer, Start, own_worker};
+use crate::case::Operator;
+use crate::copy::{self, Way};
+use crate::protocol::{Job, Sample};
+use crate::worker::{Call, Fault, Library, Loaded};
+
+pub(crate) struct Copy;
+
+impl Peer for Copy {
+    fn name(&self) -> &'static str {
+        "copy"
+    }
+
+    fn command(&self, start: Start) -> Result<Command, String> {
+        own_worker(self.name(), start)
+    }
+
+    fn applies(&self, operator: &Operator) -> bool {
+        // The identity moves nothing.
+        *operator != Operator::Act { act: fuselane::Act::None }
+    }
+
+    fn memory_factor(&self) -> f64 {
+        1.0
+    }
+}
+
+impl Library for Copy {
+    fn versions(&self) -> BTreeMap<String, String> {
+        BTreeMap::new()
+    }
+
+    fn load(&self, job: &Job) -> Result<Box<dyn Loaded>, Fault> {
+        Ok(Box::new(Bytes(job.n)))
+    }
+
+    fn trim(&self) {
+        fuselane::pool::trim();
+    }
+}
+
+struct Bytes(usize);
+
+impl Loaded for Bytes {
+    fn call(&self) -> Result<Box<dyn Call + '_>, Fault> {
+        let shape = [self.0.div_ceil(DType::F32.size())];
+        let mut from = Buffer::zeros(DType::F32, &shape)?;
+        // Untouched zero pages may all be one page, and then they are read from cache.
+        from.as_mut_slice::<f32>()?.fill(1.5);
+        let mut copier = Copier { from, to: Buffer::zeros(DType::F32, &shape)?, way: Way::ALL[0] };
+        copier.way = copier.fastest()?;
+        Ok(Box::new(copier))
+    }
+}
+
+struct Copier {
+    from: Buffer,
+    to: Buffer,
+    way: Way,
+}
+
+impl Copier {
+    /// By trial: the least time of several, taken in turns.
+    fn fastest(&mut self) -> Result<Way, Fault> {
+        let ways: Vec<Way> = Way::ALL.into_iter().filter(|way| way.is_available()).collect();
+        let mut best = (Duration::MAX, Way::ALL[0]);
+        for _ in 0..5 {
+            for &way in &ways {
+                self.way = way;
+                let start = Instant::now();
+                self.run()?;
+                best = best.min((start.elapsed(), way));
+            }
+        }
+        Ok(best.1)
+    }
+}
+
+impl Call for Copier {
+    fn run(&mut self) -> Result<(), Fault> {
+        let from = copy::bytes(self.from.as_mut_slice()?);
+        self.way.copy(from, copy::bytes(self.to.as_mut_slice()?));
+        Ok(())
+    }
+
+    fn sample(&self, _output: &str, _samples: &[Sample]) -> Result<Vec<f32>, Fault> {
+        Err(Fault::Unsupported("a copy has nothing to compare".to_owned()))
+    }
+}
