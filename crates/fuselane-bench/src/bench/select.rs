@@ -83,22 +83,19 @@ pub(super) fn tables(
     Ok(all)
 }
 
+/// How far a text is from the nearest part of a name, of the same length: what a glob says is a
+/// part of a name.
+fn distance(part: &str, name: &str) -> usize {
+    let name: Vec<char> = name.chars().collect();
+    let length = part.chars().count().clamp(1, name.len().max(1));
+    let windows = name.windows(length).map(String::from_iter);
+    windows.map(|window| strsim::damerau_levenshtein(part, &window)).min().unwrap_or(usize::MAX)
+}
+
 fn unknown(text: &str, all: &[Table]) -> String {
     let part = text.trim_matches('*').to_lowercase();
-    let mut near: Vec<(usize, &str)> = all
-        .iter()
-        .map(|table| {
-            let name = table.name.as_str();
-            // What a glob says is a part of a name, so a name that has all of it is near.
-            let far = if !part.is_empty() && name.contains(&part) {
-                0
-            } else {
-                let words = name.split('-').chain([name]);
-                words.map(|word| strsim::damerau_levenshtein(&part, word)).min().unwrap_or(99)
-            };
-            (far, name)
-        })
-        .collect();
+    let mut near: Vec<(usize, &str)> =
+        all.iter().map(|table| (distance(&part, &table.name), table.name.as_str())).collect();
     near.sort_by_key(|&(far, _)| far); // stable: equals stay in the order of the tables
     let names: Vec<&str> = near.iter().take(5).map(|&(_, name)| name).collect();
     let names = names.join("\n  ");
