@@ -2,6 +2,9 @@
 //! run in this program, the library itself.
 
 mod fuselane;
+mod primitives;
+#[cfg(test)]
+mod testing;
 mod unfused;
 
 use std::process::Command;
