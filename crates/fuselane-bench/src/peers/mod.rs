@@ -1,8 +1,10 @@
 //! The providers of a comparison, one file each: how its worker is started, and for those that
 //! run in this program, the library itself.
 
+mod candle;
 mod fuselane;
 mod primitives;
+mod tables;
 #[cfg(test)]
 mod testing;
 mod unfused;
@@ -42,6 +44,8 @@ pub(crate) fn library(name: &str) -> Option<Box<dyn Library>> {
     match name {
         "fuselane" => Some(Box::new(fuselane::Fuselane { table: false })),
         "fuselane_table" => Some(Box::new(fuselane::Fuselane { table: true })),
+        #[cfg(feature = "candle")]
+        "candle" => Some(Box::new(candle::Candle)),
         "unfused" => Some(Box::new(unfused::Unfused)),
         _ => None,
     }

@@ -297,7 +297,7 @@ mod tests {
 
     #[test]
     fn fuselane_is_right() {
-        let bound = |dtype| if dtype == DType::F32 { 4.0 } else { 2.0 };
+        let bound = |dtype| if dtype == DType::F32 { 8.0 } else { 2.0 };
         for table in [false, true] {
             let library = Fuselane { table };
             check(&library, |operator| library.applies(operator), bound, |_, _| false);

@@ -30,10 +30,10 @@ use std::process::Command;
 use fuselane::{Act, Buffer, DType, FusedAct, View};
 
 use super::primitives::{
-    Around, Like, Operand, add, cast, concat, coordinates, cos, div, exp, max_along, mul,
-    positions, repeat_columns, rstd_backward, rstd_of_sum, sigmoid_backward, sin, sub, sum_along,
-    sum_last, sum_of_squares_last,
+    Around, Like, Operand, add, cast, concat, div, exp, max_along, mul, rstd_backward, rstd_of_sum,
+    sigmoid_backward, sub, sum_along, sum_last, sum_of_squares_last,
 };
+use super::tables::Tables;
 use super::{Peer, Start, own_worker};
 use crate::case::{Gate, Mode, Operator};
 use crate::protocol::{Job, Sample};
@@ -98,6 +98,14 @@ impl Tape {
     fn keep(&mut self, name: &'static str, tensor: Buffer) {
         if let Some(kept) = &mut self.0 {
             kept.insert(name, tensor);
+        }
+    }
+
+    fn keep_encoding(&mut self, tables: Tables, activated: Option<Buffer>) {
+        self.keep("cos", tables.cos);
+        self.keep("sin", tables.sin);
+        if let Some(activated) = activated {
+            self.keep("activated", activated);
         }
     }
 
@@ -217,76 +225,40 @@ impl Prepared {
     }
 
     fn rotate(&self, x: View<'_>, tape: &mut Tape) -> Result<Buffer, Fault> {
-        let theta = self.inputs.need("theta")?;
-        let &[b, n, h, d] = x.shape() else {
-            return Err(Fault::Failed("x has not four dimensions".to_owned()));
-        };
         let activated = self.act(x, tape)?;
-        let table = [n, h, d / 2];
-        let positions = positions(n)?;
-        let angles =
-            mul(wide(&table), Operand::numbers(positions.view(), h), Operand::rows(theta, 1))?;
-        let (cos, sin) = (cos(wide(&table), &angles)?, sin(wide(&table), &angles)?);
-        drop(angles);
+        let tables = Tables::new(&self.job, x.shape(), self.inputs.need("theta")?)?;
         let y = match &activated {
             Some(activated) => activated.view().reshape(x.shape())?,
             None => x,
         };
-        let half = [b, n, h, d / 2];
-        let o = turned(y, &cos, &sin, &half, false)?;
-        tape.keep("cos", cos);
-        tape.keep("sin", sin);
-        if let Some(activated) = activated {
-            tape.keep("activated", activated);
-        }
+        let o = turned(y, &tables.cos, &tables.sin, false)?;
+        tape.keep_encoding(tables, activated);
         cast(like(&x), &o)
     }
 
     fn rotate_backward(&self, x: View<'_>, grad: View<'_>, tape: &Tape) -> Result<Buffer, Fault> {
-        let mut half = x.shape().to_vec();
-        if let Some(last) = half.last_mut() {
-            *last /= 2;
-        }
-        let dy = turned(grad, tape.kept("cos")?, tape.kept("sin")?, &half, true)?;
+        let dy = turned(grad, tape.kept("cos")?, tape.kept("sin")?, true)?;
         let dy = cast(like(&x), &dy)?;
         Ok(self.act_backward(x, &dy, tape)?.unwrap_or(dy))
     }
 
     fn cosine(&self, x: View<'_>, tape: &mut Tape) -> Result<Buffer, Fault> {
-        let theta = self.inputs.need("theta")?;
-        let &[b, h, tokens, d] = x.shape() else {
-            return Err(Fault::Failed("x has not four dimensions".to_owned()));
-        };
-        let Operator::Cosine { axes, extra, .. } = self.job.operator else {
-            return Err(Fault::Failed("not a cosine encoding".to_owned()));
-        };
         let activated = self.act(x, tape)?;
-        let (cos, sin) = {
-            let grid = vec![self.job.n; axes as usize];
-            let coordinates = coordinates(&grid, extra, theta.shape()[1], d)?;
-            let theta = repeat_columns(theta, d)?;
-            let table = [h, tokens, d];
-            let angles = mul(
-                wide(&table),
-                Operand::rows(coordinates.view(), 1),
-                Operand::rows(theta.view(), tokens),
-            )?;
-            (cos(wide(&table), &angles)?, sin(wide(&table), &angles)?)
-        };
+        let tables = Tables::new(&self.job, x.shape(), self.inputs.need("theta")?)?;
         let y = match &activated {
             Some(activated) => activated.view().reshape(x.shape())?,
             None => x,
         };
         let o = concat(
-            &mul(wide(x.shape()), y, Operand::rows(cos.view(), 1))?,
-            &mul(wide(x.shape()), y, Operand::rows(sin.view(), 1))?,
+            &mul(wide(x.shape()), y, Operand::rows(tables.cos.view(), 1))?,
+            &mul(wide(x.shape()), y, Operand::rows(tables.sin.view(), 1))?,
         )?;
-        tape.keep("cos", cos);
-        tape.keep("sin", sin);
-        if let Some(activated) = activated {
-            tape.keep("activated", activated);
+        tape.keep_encoding(tables, activated);
+        let mut shape = x.shape().to_vec();
+        if let Some(last) = shape.last_mut() {
+            *last *= 2;
         }
-        cast(Like { dtype: x.dtype(), shape: &[b, h, tokens, 2 * d] }, &o)
+        cast(Like { dtype: x.dtype(), shape: &shape }, &o)
     }
 
     fn cosine_backward(&self, x: View<'_>, grad: View<'_>, tape: &Tape) -> Result<Buffer, Fault> {
@@ -405,20 +377,18 @@ impl Prepared {
 }
 
 /// Each pair of halves turned by its angle, or back, in f32.
-fn turned(
-    y: View<'_>,
-    cos: &Buffer,
-    sin: &Buffer,
-    half: &[usize],
-    back: bool,
-) -> Result<Buffer, Fault> {
+fn turned(y: View<'_>, cos: &Buffer, sin: &Buffer, back: bool) -> Result<Buffer, Fault> {
+    let mut half = y.shape().to_vec();
+    if let Some(last) = half.last_mut() {
+        *last /= 2;
+    }
     let product = |part, table: &Buffer| {
-        mul(wide(half), Operand::part(y, part, 2), Operand::rows(table.view(), 1))
+        mul(wide(&half), Operand::part(y, part, 2), Operand::rows(table.view(), 1))
     };
     let (first, second) = (if back { add } else { sub }, if back { sub } else { add });
     concat(
-        &first(wide(half), &product(0, cos)?, &product(1, sin)?)?,
-        &second(wide(half), &product(1, cos)?, &product(0, sin)?)?,
+        &first(wide(&half), &product(0, cos)?, &product(1, sin)?)?,
+        &second(wide(&half), &product(1, cos)?, &product(0, sin)?)?,
     )
 }
 
