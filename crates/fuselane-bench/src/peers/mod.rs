@@ -1,8 +1,13 @@
 //! The providers of a comparison, one file each: how its worker is started, and for those that
 //! run in this program, the library itself.
 
+mod candle;
 mod copy;
 mod fuselane;
+mod primitives;
+mod tables;
+#[cfg(test)]
+mod testing;
 mod unfused;
 
 use std::process::Command;
@@ -55,6 +60,8 @@ pub(crate) fn library(name: &str) -> Option<Box<dyn Library>> {
         "copy" => Some(Box::new(copy::Copy)),
         "fuselane" => Some(Box::new(fuselane::Fuselane { table: false })),
         "fuselane_table" => Some(Box::new(fuselane::Fuselane { table: true })),
+        #[cfg(feature = "candle")]
+        "candle" => Some(Box::new(candle::Candle)),
         "unfused" => Some(Box::new(unfused::Unfused)),
         _ => None,
     }
