@@ -14,7 +14,7 @@ import jaxlib
 import ml_dtypes
 import numpy
 
-from job import Unsupported, input_names, map_input, sampled, trained
+from job import Unsupported, cpus, input_names, map_input, sampled, trained
 
 DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": numpy.float16, "f32": numpy.float32}
 
@@ -101,9 +101,8 @@ class Jax:
     def load(self, job):
         if job["operator"]["op"] not in OPERATORS:
             raise Unsupported(f"no operator {job['operator']['op']!r}")
-        cpus = len(os.sched_getaffinity(0))
-        if job["threads"] != cpus:
-            raise RuntimeError(f"this worker has {cpus} threads")
+        if job["threads"] != len(cpus()):
+            raise RuntimeError(f"this worker has {len(cpus())} threads")
         return Loaded(job)
 
     def forget(self):

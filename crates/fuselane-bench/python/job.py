@@ -13,6 +13,13 @@ class Unsupported(Exception):
     """The library does not have this operator, or not this mode of it."""
 
 
+def cpus():
+    """The CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count()))
+
+
 def input_names(job):
     """The inputs of the forward, in the order of the job."""
     return [spec["name"] for spec in job["inputs"] if spec["name"] != "grad"]
@@ -45,7 +52,7 @@ def map_input(spec):
     """An input's file as read-only memory, its pages already present."""
     with open_input(spec) as file:
         length = elements(spec) * BYTES[spec["dtype"]]
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # Linux has it
         return mmap.mmap(file.fileno(), length, flags=flags, prot=mmap.PROT_READ)
 
 

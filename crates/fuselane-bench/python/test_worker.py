@@ -268,6 +268,8 @@ class Case:
 
     provider = library = None
     operators, dtypes = ALL, ("f32", "bf16", "f16")
+    # What a forward of relu keeps for its backward besides the output, in bytes per element.
+    mask = 0
 
     @classmethod
     def setUpClass(cls):
@@ -388,7 +390,9 @@ class Case:
         job["inputs"] = [{"name": "x", "dtype": "f32", "shape": [16 * MIB], "path": path}]
         for mapped in (False, True):
             extra = self.answer("memory", "memory", job=job | {"mapped": mapped})["extra_bytes"]
-            self.assertTrue(64 * MIB - 256 * 1024 <= extra <= 72 * MIB, extra / MIB)
+            least = (64 + 16 * self.mask) * MIB
+            # The system counts in batches of some pages per thread.
+            self.assertTrue(least - MIB // 4 <= extra <= least + 8 * MIB, extra / MIB)
 
 
 class TorchTest(Case, unittest.TestCase):
@@ -402,6 +406,7 @@ class JaxTest(Case, unittest.TestCase):
 class TorchCompileTest(Case, unittest.TestCase):
     provider, library = "torch_compile", "torch"
     operators, dtypes = FEW, ("bf16",)
+    mask = 1  # of where x is not above 0
 
 
 if __name__ == "__main__":

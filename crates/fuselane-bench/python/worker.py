@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 
-from job import Unsupported
+from job import Unsupported, cpus
 
 
 def main(provider):
@@ -50,8 +50,8 @@ def start(provider):
         return Torch(compiled=provider == "torch_compile")
     if provider == "jax":
         # XLA makes as many threads as it finds CPUs when it is loaded, and has no setting.
-        cpus = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cpus[: threads or None])
+        if 0 < threads < len(cpus()):
+            os.sched_setaffinity(0, cpus()[:threads])
         from jax_peer import Jax
 
         return Jax()

@@ -15,6 +15,7 @@ mod peers;
 mod process_memory;
 mod protocol;
 mod record;
+mod setup_peers;
 mod tensor;
 mod worker;
 
@@ -37,6 +38,7 @@ struct Cli {
 enum Command {
     Info(info::Args),
     Check(check::Args),
+    SetupPeers(setup_peers::Args),
     #[command(hide = true)]
     Worker(worker::Args),
 }
@@ -51,6 +53,7 @@ fn run(command: &Command) -> Result<ExitCode, Box<dyn Error>> {
     match command {
         Command::Info(args) => info::run(args),
         Command::Check(args) => check::run(args),
+        Command::SetupPeers(args) => setup_peers::run(args),
         Command::Worker(args) => worker::run(args),
     }
 }

@@ -2,6 +2,10 @@
 //! run in this program, the library itself.
 
 mod fuselane;
+mod jax;
+mod python;
+mod torch;
+mod torch_compile;
 mod unfused;
 
 use std::process::Command;
@@ -32,6 +36,11 @@ pub(crate) trait Peer {
 
     /// Roughly what a call takes at its peak, in multiples of its inputs and outputs.
     fn memory_factor(&self) -> f64;
+}
+
+/// The providers that run in Python, which `fuselane setup-peers` installs.
+pub(crate) fn python_peers() -> Vec<Box<dyn Peer>> {
+    vec![Box::new(torch::Torch), Box::new(torch_compile::TorchCompile), Box::new(jax::Jax)]
 }
 
 /// A library that runs in a worker of this program, by its provider's name.
