@@ -26,10 +26,21 @@ const REUSE: &str = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511
 
 /// The command that starts the worker of a provider of a library.
 pub(super) fn worker(provider: &str, library: &str, start: Start) -> Result<Command, String> {
-    let cache = setup_peers::cache_folder()?;
-    let python = match std::env::var_os(PYTHON_VARIABLE) {
-        Some(path) => PathBuf::from(path),
-        None => setup_peers::installed_python(&cache, library).ok_or_else(|| {
+    let named = std::env::var_os(PYTHON_VARIABLE).map(PathBuf::from);
+    worker_in(&setup_peers::cache_folder()?, named, provider, library, start)
+}
+
+fn worker_in(
+    cache: &Path,
+    named: Option<PathBuf>,
+    provider: &str,
+    library: &str,
+    start: Start,
+) -> Result<Command, String> {
+    let python = match named {
+        Some(path) if path.is_file() => path,
+        Some(path) => return Err(format!("{PYTHON_VARIABLE}: there is no {}", path.display())),
+        None => setup_peers::installed_python(cache, library).ok_or_else(|| {
             format!("{provider} is not set up: run `fuselane setup-peers` ({})", setup_peers::COSTS)
         })?,
     };
@@ -68,6 +79,30 @@ fn write_scripts(folder: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn commands() {
+        let cache = tempfile::tempdir().unwrap();
+        let start = Start { threads: 3, alloc: Alloc::Warm };
+        let of = |named| worker_in(cache.path(), named, "torch_compile", "torch", start);
+        assert_eq!(
+            of(None).unwrap_err(),
+            "torch_compile is not set up: run `fuselane setup-peers` (about 3 GB, some minutes)"
+        );
+        assert_eq!(
+            of(Some("/no/python".into())).unwrap_err(),
+            "FUSELANE_PEERS_PYTHON: there is no /no/python"
+        );
+        let python = cache.path().join("my-python");
+        fs::write(&python, "").unwrap();
+        let command = of(Some(python.clone())).unwrap();
+        assert_eq!(command.get_program(), python);
+        let args: Vec<_> = command.get_args().collect();
+        assert!(Path::new(args[2]).is_file() && args[3] == "torch_compile", "{args:?}");
+        let env = |name: &str| command.get_envs().find(|(key, _)| *key == name);
+        assert_eq!(env("OMP_NUM_THREADS").unwrap().1.unwrap(), "3");
+        assert!(env("GLIBC_TUNABLES").is_some());
+    }
 
     #[test]
     fn scripts_are_written_and_mended() {
