@@ -18,6 +18,7 @@ mod protocol;
 mod published;
 mod record;
 mod report;
+mod setup_peers;
 mod tensor;
 mod worker;
 
@@ -41,6 +42,7 @@ enum Command {
     Bench(bench::Args),
     Info(info::Args),
     Check(check::Args),
+    SetupPeers(setup_peers::Args),
     #[command(hide = true)]
     Worker(worker::Args),
 }
@@ -56,6 +58,7 @@ fn run(command: &Command) -> Result<ExitCode, Box<dyn Error>> {
         Command::Bench(args) => bench::run(args),
         Command::Info(args) => info::run(args),
         Command::Check(args) => check::run(args),
+        Command::SetupPeers(args) => setup_peers::run(args),
         Command::Worker(args) => worker::run(args),
     }
 }

@@ -4,10 +4,14 @@
 mod candle;
 mod copy;
 mod fuselane;
+mod jax;
 mod primitives;
+mod python;
 mod tables;
 #[cfg(test)]
 mod testing;
+mod torch;
+mod torch_compile;
 mod unfused;
 
 use std::process::Command;
@@ -51,7 +55,13 @@ pub(crate) fn own() -> Vec<Box<dyn Peer>> {
 
 /// What ours can be compared with, in the order of the tables' columns.
 pub(crate) fn others() -> Vec<Box<dyn Peer>> {
-    vec![Box::new(unfused::Unfused)]
+    vec![
+        Box::new(unfused::Unfused),
+        Box::new(candle::Candle),
+        Box::new(torch::Torch),
+        Box::new(torch_compile::TorchCompile),
+        Box::new(jax::Jax),
+    ]
 }
 
 /// A library that runs in a worker of this program, by its provider's name.
