@@ -14,7 +14,9 @@ mod machine;
 mod peers;
 mod process_memory;
 mod protocol;
+mod published;
 mod record;
+mod report;
 mod tensor;
 mod worker;
 
@@ -37,6 +39,7 @@ struct Cli {
 enum Command {
     Info(info::Args),
     Check(check::Args),
+    Report(report::Args),
     #[command(hide = true)]
     Worker(worker::Args),
 }
@@ -51,6 +54,7 @@ fn run(command: &Command) -> Result<ExitCode, Box<dyn Error>> {
     match command {
         Command::Info(args) => info::run(args),
         Command::Check(args) => check::run(args),
+        Command::Report(args) => report::run(args),
         Command::Worker(args) => worker::run(args),
     }
 }
