@@ -1,7 +1,5 @@
 //! Two runs, row by row.
 
-use std::cmp::Ordering;
-
 use super::data::{COPY, Cell, RunData, is_ours, median, ratio};
 
 /// A change from here on is worth a mark: below it, machines differ from one hour to the next.
@@ -55,7 +53,7 @@ pub(crate) struct Change {
 /// The last run against the first.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Comparison {
-    /// Worst first.
+    /// By verdict, the worst first.
     pub(crate) changes: Vec<Change>,
     /// "TABLE, n, provider" of cells that only one run has.
     pub(crate) only_old: Vec<String>,
@@ -96,6 +94,8 @@ pub(crate) fn compare(old: &RunData, new: &RunData) -> Comparison {
                 (None, None, _) => Verdict::Same,
                 (Some(_), None, _) => Verdict::Broken,
                 (None, Some(_), _) => Verdict::Repaired,
+                // Nanoseconds of a call that does nothing are noise.
+                _ if row.is_idle() => Verdict::Same,
                 (.., Some(ratio)) if ratio < 1.0 / WORTH_A_MARK => Verdict::Worse,
                 (.., Some(ratio)) if ratio > WORTH_A_MARK => Verdict::Better,
                 _ => Verdict::Same,
@@ -113,15 +113,12 @@ pub(crate) fn compare(old: &RunData, new: &RunData) -> Comparison {
             });
         }
     }
-    let broken_first = |change: &Change| change.verdict != Verdict::Broken;
     changes.sort_by(|a, b| {
         let by_ratio = || match (a.ratio, b.ratio) {
             (Some(a), Some(b)) => a.total_cmp(&b),
-            (None, Some(_)) => Ordering::Greater,
-            (Some(_), None) => Ordering::Less,
-            (None, None) => Ordering::Equal,
+            (a, b) => b.is_some().cmp(&a.is_some()),
         };
-        broken_first(a).cmp(&broken_first(b)).then_with(by_ratio)
+        a.verdict.cmp(&b.verdict).then_with(by_ratio)
     });
     only_old.sort();
     only_new.sort();

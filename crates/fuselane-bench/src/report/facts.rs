@@ -18,7 +18,7 @@ pub(crate) fn line(run: &Run) -> String {
 pub(crate) fn list(run: &Run) -> Vec<(&'static str, String)> {
     let machine = &run.machine;
     let cores = match (machine.physical_cores, machine.logical_cpus) {
-        (Some(cores), Some(cpus)) => Some(format!("{cores}, {cpus} logical CPUs")),
+        (Some(cores), Some(cpus)) => Some(format!("{cores} ({cpus} logical CPUs)")),
         (Some(cores), None) => Some(cores.to_string()),
         (None, Some(cpus)) => Some(format!("{cpus} logical CPUs")),
         (None, None) => None,

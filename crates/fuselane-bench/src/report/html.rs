@@ -1,5 +1,6 @@
 //! The page: one file without anything from the network.
 
+use std::collections::BTreeSet;
 use std::error::Error;
 use std::fmt::Write as _;
 
@@ -129,7 +130,7 @@ fn head(html: &mut String, data: &RunData) {
         "<header>\n<div class=\"bar\"><h1>fuselane benchmarks</h1>\n\
          <button type=\"button\" id=\"theme\" aria-label=\"Switch between light and dark\" hidden>\
          <span aria-hidden=\"true\">◐</span> <span id=\"theme-name\">theme</span></button></div>\n\
-         <p class=\"lead\">{}</p>\n<details class=\"facts\"><summary>Machine and versions</summary>\n<dl>",
+         <p class=\"lead\">{}</p>\n<details class=\"facts\" open><summary>Machine and versions</summary>\n<dl>",
         escape(&facts::line(&data.run))
     );
     for (name, fact) in facts::list(&data.run) {
@@ -323,39 +324,29 @@ fn heat_map(html: &mut String, data: &RunData) {
          <span class=\"cell\" style=\"--win:100\">4</span></span> \
          ✗: our result failed or is wrong. A row leads to its table.</p>\n",
     );
+    html.push_str("<div class=\"heats\">\n");
     for metric in Metric::ALL {
-        let tables: Vec<_> = data.tables.iter().filter(|table| table.metric == metric).collect();
-        let mut sizes: Vec<usize> =
-            tables.iter().flat_map(|table| table.rows.iter().map(|row| row.n)).collect();
-        sizes.sort_unstable();
-        sizes.dedup();
-        if tables.is_empty() {
+        let groups = heat_groups(data, metric);
+        if groups.is_empty() {
             continue;
         }
+        let columns = groups.iter().map(|group| group.sizes.len()).max().unwrap_or(0);
         let _ = write!(
             html,
             "<div class=\"wide heat\" data-metric=\"{0}\" tabindex=\"0\" role=\"region\" \
-             aria-label=\"Heat map, {0}\">\n<table><caption>{0}</caption><thead><tr>\
-             <th scope=\"col\">table</th>",
+             aria-label=\"Heat map, {0}\">\n<table><caption>{0}</caption>\n",
             metric.name()
         );
-        for n in &sizes {
-            let _ = write!(html, "<th scope=\"col\">{n}</th>");
-        }
-        html.push_str("</tr></thead>\n");
-        for family in data.distinct(|table| table.family.clone()) {
-            let mut tables = tables.iter().filter(|table| table.family == family).peekable();
-            if tables.peek().is_none() {
-                continue;
+        for group in groups {
+            // All groups are as wide as the widest, so that cells have one size.
+            let rest = "<td></td>".repeat(columns - group.sizes.len());
+            let family = escape(&group.tables[0].family);
+            let _ = write!(html, "<tbody><tr class=\"family-row\"><th scope=\"col\">{family}</th>");
+            for n in &group.sizes {
+                let _ = write!(html, "<th scope=\"col\">{n}</th>");
             }
-            let _ = write!(
-                html,
-                "<tbody><tr class=\"family-row\"><th scope=\"rowgroup\" colspan=\"{}\">\
-                 <span>{}</span></th></tr>\n",
-                sizes.len() + 1,
-                escape(&family)
-            );
-            for table in tables {
+            let _ = writeln!(html, "{rest}</tr>");
+            for table in group.tables {
                 let regime = if table.both_regimes { table.alloc.name() } else { "" };
                 let _ = write!(
                     html,
@@ -366,16 +357,41 @@ fn heat_map(html: &mut String, data: &RunData) {
                     escape(&table.title),
                     table.mode.name(),
                 );
-                for n in &sizes {
+                for n in &group.sizes {
                     heat_cell(html, table.rows.iter().find(|row| row.n == *n));
                 }
-                html.push_str("</tr>\n");
+                let _ = writeln!(html, "{rest}</tr>");
             }
             html.push_str("</tbody>\n");
         }
         html.push_str("</table></div>\n");
     }
-    html.push_str("</section>\n");
+    html.push_str("</div></section>\n");
+}
+
+/// Tables of a family that have sizes in common, under one row of sizes. (A grid's n is the length
+/// of its side: among sequences, these would be columns of their own.)
+struct HeatGroup<'a> {
+    sizes: BTreeSet<usize>,
+    tables: Vec<&'a Table>,
+}
+
+fn heat_groups(data: &RunData, metric: Metric) -> Vec<HeatGroup<'_>> {
+    let mut groups: Vec<HeatGroup<'_>> = Vec::new();
+    for table in data.tables.iter().filter(|table| table.metric == metric) {
+        let sizes = || table.rows.iter().map(|row| row.n);
+        let known = groups.iter_mut().find(|group| {
+            group.tables[0].family == table.family && sizes().any(|n| group.sizes.contains(&n))
+        });
+        match known {
+            Some(group) => {
+                group.sizes.extend(sizes());
+                group.tables.push(table);
+            }
+            None => groups.push(HeatGroup { sizes: sizes().collect(), tables: vec![table] }),
+        }
+    }
+    groups
 }
 
 fn heat_cell(html: &mut String, row: Option<&Row>) {

@@ -12,7 +12,7 @@ use super::data::{MATCH, Row, RunData, Table, is_ours, times};
 use super::facts;
 use crate::case::{Metric, Mode};
 
-const WIDTH: i32 = 1040;
+const WIDTH: i32 = 1060;
 const HEAD: i32 = 116;
 const FOOT: i32 = 30;
 const FAMILY: i32 = 24;
