@@ -166,7 +166,7 @@ impl fmt::Display for Info {
 }
 
 /// `48 KiB`, `1.25 MiB`: the largest unit of which there is at least one, at most two decimals.
-fn human_size(bytes: u64) -> String {
+pub(crate) fn human_size(bytes: u64) -> String {
     let (unit, name) = match bytes {
         0..1024 => return format!("{bytes} B"),
         1024..MIB => (1024, "KiB"),

@@ -42,6 +42,7 @@ enum Command {
     Bench(bench::Args),
     Info(info::Args),
     Check(check::Args),
+    Report(report::Args),
     SetupPeers(setup_peers::Args),
     #[command(hide = true)]
     Worker(worker::Args),
@@ -58,6 +59,7 @@ fn run(command: &Command) -> Result<ExitCode, Box<dyn Error>> {
         Command::Bench(args) => bench::run(args),
         Command::Info(args) => info::run(args),
         Command::Check(args) => check::run(args),
+        Command::Report(args) => report::run(args),
         Command::SetupPeers(args) => setup_peers::run(args),
         Command::Worker(args) => worker::run(args),
     }
