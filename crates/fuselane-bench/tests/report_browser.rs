@@ -63,6 +63,8 @@ impl Browser {
             "--disable-background-networking",
             "--disable-component-update",
             "--disable-sync",
+            // The driver does not wait until the page has scrolled.
+            "--force-prefers-reduced-motion",
             "--window-size=1200,900",
             &format!("--user-data-dir={}", profile.display()),
         ];
@@ -82,7 +84,7 @@ impl Browser {
     fn call(&self, method: &str, path: &str, body: Value) -> Value {
         let body = if body.is_null() { String::new() } else { body.to_string() };
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).expect("a connection");
-        stream.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
+        stream.set_read_timeout(Some(Duration::from_secs(30))).expect("a timeout");
         let length = body.len();
         write!(
             stream,
@@ -173,7 +175,9 @@ impl Drop for Browser {
                 "DELETE {} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
                 self.session
             );
-            let _ = stream.read_to_end(&mut Vec::new());
+            // The first byte of the answer comes when Chromium has ended.
+            let _ = stream.set_read_timeout(Some(Duration::from_secs(10)));
+            let _ = stream.read(&mut [0]);
         }
         let _ = self.driver.kill();
         let _ = self.driver.wait();
@@ -306,7 +310,7 @@ fn report_page_works_in_a_browser() {
     // A provider's line and column go together.
     let torch = "const box = [...document.querySelectorAll('input[name=provider]')]\
         .find(b => b.parentElement.textContent === 'torch');";
-    let visible = "return ['.values td[data-p=\"' + box.value + '\"]', '.chart polyline[stroke=\"#D55E00\"]']\
+    let visible = "return ['.values td[data-p=\"' + box.value + '\"]', '.chart circle[fill=\"#D55E00\"]']\
         .map(s => getComputedStyle(document.querySelector(s)).display !== 'none')";
     assert_eq!(browser.script(&format!("{torch}{visible}")), json!([true, true]));
     browser.script(&format!("{torch} box.click()"));

@@ -46,7 +46,7 @@ pub(crate) struct Line {
     wrong: Vec<Option<f64>>,
 }
 
-/// The lines of a table: limits, then peers, ours on top of all.
+/// The lines of a table: limits, then peers, then ours.
 pub(crate) fn lines(table: &Table, providers: &[String]) -> Vec<Line> {
     let mut lines = Vec::new();
     let mut push = |key: &str, label: &str, right: &dyn Fn(&Row) -> Option<f64>| {
@@ -184,7 +184,9 @@ pub(crate) fn draw(
             .x_label_formatter(&|n| format!("{n:.0}"))
             .y_label_formatter(&|value| tick_label(*value))
             .draw()?;
-        for line in &lines {
+        // A line that reaches its limit may not hide it: limits, which are thin, come on top.
+        let (limits, values): (Vec<_>, Vec<_>) = lines.iter().partition(|line| line.is_limit);
+        for line in values.into_iter().chain(limits) {
             draw_line(&mut chart, line, &sizes)?;
         }
         if drawn().next().is_none() {
@@ -221,7 +223,7 @@ fn draw_line(chart: &mut Plot<'_, '_>, line: &Line, sizes: &[f64]) -> Result<(),
             let style = colour.stroke_width(2);
             chart.draw_series(DashedLineSeries::new(part, 6, 5, style))?;
         } else if line.is_limit {
-            chart.draw_series(part.into_iter().map(|at| Circle::new(at, 3, &colour)))?;
+            chart.draw_series(part.into_iter().map(|at| Circle::new(at, 3, colour)))?;
         } else {
             if part.len() > 1 {
                 chart.draw_series([PathElement::new(part.clone(), colour.stroke_width(width))])?;
@@ -247,9 +249,9 @@ fn draw_head(root: &Root<'_>, table: &Table, lines: &[Line]) -> Result<(), Box<d
             (x, y) = (14, y + 19);
         }
         let colour = line.colour.rgb();
-        let chips = if line.is_limit { vec![x..x + 6, x + 10..x + 16] } else { vec![x..x + 16] };
-        for chip in chips {
-            let ends = vec![(chip.start, y), (chip.end, y)];
+        let chips: &[(i32, i32)] = if line.is_limit { &[(0, 6), (10, 16)] } else { &[(0, 16)] };
+        for (from, to) in chips {
+            let ends = vec![(x + from, y), (x + to, y)];
             root.draw(&PathElement::new(ends, colour.stroke_width(3)))?;
         }
         let style = anchored(letters(12.0, TEXT), HPos::Left, VPos::Center);

@@ -14,7 +14,7 @@ pub(crate) const LOSS: RGBColor = RGBColor(0xB0, 0x12, 0x2B);
 pub(crate) const LOSS_SIDE: RGBColor = RGBColor(0xFB, 0xEC, 0xEE);
 
 /// The limits: the copy, or the least memory.
-pub(crate) const LIMIT: Colour = Colour { light: (0x5B, 0x5F, 0x66), dark: "#c3c7ce" };
+pub(crate) const LIMIT: Colour = Colour { light: (0x11, 0x14, 0x1A), dark: "#f4f6f9" };
 
 /// A provider's colour on light and on dark ground.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -237,9 +237,9 @@ fn changes(html: &mut String, old: &RunData, new: &RunData, comparison: &Compari
     html.push_str("</tbody></table></div>\n");
     for (name, only) in [("first", &comparison.only_old), ("last", &comparison.only_new)] {
         if !only.is_empty() {
-            let _ = write!(
+            let _ = writeln!(
                 html,
-                "<details><summary>{} rows only in the {name} run</summary><ul>\n",
+                "<details><summary>{} rows only in the {name} run</summary><ul>",
                 only.len()
             );
             for row in only {
@@ -526,7 +526,7 @@ fn one_table(html: &mut String, table: &Table, key: &dyn Fn(&str) -> String) {
     if least {
         let _ = write!(html, "<th scope=\"col\" data-p=\"{LIMITS}\">least possible</th>");
     }
-    html.push_str("<th scope=\"col\" class=\"first-ratio\">best peer / ours</th>");
+    html.push_str("<th scope=\"col\" class=\"first-ratio\">best peer /&nbsp;ours</th>");
     if speed {
         html.push_str("<th scope=\"col\">of copy limit</th>");
     }
@@ -535,7 +535,7 @@ fn one_table(html: &mut String, table: &Table, key: &dyn Fn(&str) -> String) {
             let _ = write!(
                 html,
                 "<th scope=\"col\" class=\"gpu\" title=\"published for a GPU ({gpu})\">{gpu} \
-                 {peer} / fused</th>"
+                 {peer} /&nbsp;fused</th>"
             );
         }
     }

@@ -136,9 +136,12 @@ pub(crate) fn sentence(what: &str, summary: &Summary) -> String {
     )
 }
 
-/// The metrics and regimes that are summed up apart: their name, and which tables they take.
-pub(crate) fn parts(data: &RunData) -> Vec<(String, Box<dyn Fn(&Table) -> bool>)> {
-    let mut parts: Vec<(String, Box<dyn Fn(&Table) -> bool>)> = Vec::new();
+/// A name, and which tables belong to it.
+type Part = (String, Box<dyn Fn(&Table) -> bool>);
+
+/// The metrics and regimes, which are summed up apart.
+pub(crate) fn parts(data: &RunData) -> Vec<Part> {
+    let mut parts: Vec<Part> = Vec::new();
     for metric in Metric::ALL {
         let name = match metric {
             Metric::Speed => "Speed",

@@ -225,7 +225,7 @@ fn notes_are_escaped() {
 #[test]
 fn published_ratios_stand_beside_ours() {
     let (page, tables, _) = report(&[record("fuselane", 256, 1.0), record("torch", 256, 2.0)]);
-    assert!(page.contains("H100 eager / fused"));
+    assert!(page.contains("H100 eager /&nbsp;fused"));
     assert!(tables.contains("H100: compiled / fused"));
     assert!(tables.contains("| 256 | 1.000 | 2.000 | 2.00 | – | 0.33 | 6.98 |"), "{tables}");
 }
