@@ -153,11 +153,13 @@ class Call:
 
 
 class Forward(Call):
-    """With gradients enabled, as in training: the forward also keeps what a backward needs."""
+    """Without gradients: nothing is kept for a backward. That is the faster form, by far for some
+    compiled functions (a relu that is to be differentiated also writes a mask)."""
 
     def run(self):
         self.outputs = {}
-        self.outputs = {"o": self.loaded.forward()}
+        with torch.no_grad():
+            self.outputs = {"o": self.loaded.forward()}
 
 
 class Backward(Call):
