@@ -297,7 +297,8 @@ mod tests {
 
     #[test]
     fn fuselane_is_right() {
-        let bound = |dtype| if dtype == DType::F32 { 8.0 } else { 2.0 };
+        // Gradients of a softmax are differences of larger terms, which f32 shows.
+        let bound = |dtype| if dtype == DType::F32 { 16.0 } else { 2.0 };
         for table in [false, true] {
             let library = Fuselane { table };
             check(&library, |operator| library.applies(operator), bound, |_, _| false);

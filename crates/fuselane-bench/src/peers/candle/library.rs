@@ -268,7 +268,7 @@ mod tests {
 
     #[test]
     fn right_to_what_its_dtype_allows() {
-        let bound = |dtype| if dtype == fuselane::DType::F32 { 64.0 } else { 16.0 };
-        testing::check(&Candle, |_| true, bound, |_, _| false);
+        // Each step of its backwards is rounded to the dtype, and sums are added up in it.
+        testing::check(&Candle, |_| true, |_| 64.0, |_, _| false);
     }
 }

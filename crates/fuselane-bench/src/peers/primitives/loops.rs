@@ -6,7 +6,7 @@
 
 use std::array;
 
-use fuselane::{Buffer, DType, Element, Isa, View};
+use fuselane::{Buffer, DType, Element, View};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -176,7 +176,7 @@ trait Task {
 /// Runs a task, compiled for the instruction set that the library uses.
 fn run(task: impl Task) {
     #[cfg(target_arch = "x86_64")]
-    if fuselane::isa() == Isa::Avx2 {
+    if fuselane::isa() == fuselane::Isa::Avx2 {
         // SAFETY: the library uses AVX2 only on CPUs that have it, FMA and F16C.
         unsafe { run_avx2(task) };
         return;
