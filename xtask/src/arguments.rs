@@ -6,7 +6,10 @@ Usage: cargo xtask <COMMAND>
 
 Commands:
   test [--large]  Run every test of the workspace: the Rust tests, those in the
-                  documentation, the examples, and `fuselane check`.
+                  documentation, the examples, `fuselane check`, and the Python
+                  tests. Installs what they need where it is missing: Chromium
+                  (Debian, as root), and PyTorch and JAX in a cache folder
+                  (about 3 GB, once).
                   --large adds the tests of tensors above 2^31 elements; they
                   need tens of gigabytes of memory.
   ci              What has to pass before a merge: formatting, clippy,

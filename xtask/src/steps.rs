@@ -4,18 +4,32 @@
 //! the kernels take a minute to compile. Only the tests that call operators with sizes and strides of
 //! all kinds run again in the `test` profile, which is optimised too but checks arithmetic for
 //! overflow.
+//!
+//! Two steps install what tests need and a machine may lack: a browser for the report's tests, and
+//! the Python libraries that the benchmarks compare with. Both do nothing where it is there.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// One call of cargo, or of a program that an earlier step built.
+/// What a step calls.
+#[derive(Debug)]
+enum Program {
+    Cargo,
+    /// One that an earlier step built, relative to the folder of the release build.
+    Built(PathBuf),
+    /// The Python that `fuselane setup-peers` has set up.
+    PeersPython,
+    /// A shell command, unless this program is there already.
+    ShellUnless(&'static str),
+}
+
+/// One call of a program.
 #[derive(Debug)]
 pub(crate) struct Step {
     name: String,
-    /// Relative to the folder of the release build; cargo itself where there is none.
-    built: Option<PathBuf>,
+    program: Program,
     arguments: Vec<String>,
     environment: Option<(&'static str, &'static str)>,
 }
@@ -25,7 +39,7 @@ impl Step {
     fn new(name: &str, arguments: &str) -> Self {
         Self {
             name: name.to_owned(),
-            built: None,
+            program: Program::Cargo,
             arguments: arguments.split_whitespace().map(str::to_owned).collect(),
             environment: None,
         }
@@ -34,19 +48,61 @@ impl Step {
     /// A program of the release build.
     fn built(name: &str, program: &str, arguments: &str) -> Self {
         let program = format!("{program}{}", std::env::consts::EXE_SUFFIX);
-        Self { built: Some(PathBuf::from(program)), ..Self::new(name, arguments) }
+        Self { program: Program::Built(PathBuf::from(program)), ..Self::new(name, arguments) }
     }
 
     /// The command as one would type it.
     fn line(&self) -> String {
         let variable = self.environment.map(|(k, v)| format!("{k}=\"{v}\" ")).unwrap_or_default();
-        let program = match &self.built {
-            Some(path) => Path::new("target/release").join(path).display().to_string(),
-            None => "cargo".to_owned(),
+        let program = match &self.program {
+            Program::Cargo => "cargo".to_owned(),
+            Program::Built(path) => Path::new("target/release").join(path).display().to_string(),
+            Program::PeersPython => "python".to_owned(),
+            Program::ShellUnless(_) => "sh".to_owned(),
         };
         format!("{variable}{program} {}", self.arguments.join(" ")).trim_end().to_owned()
     }
+
+    /// The command; none where there is nothing to do.
+    fn command(&self) -> std::io::Result<Option<Command>> {
+        let mut command = match &self.program {
+            Program::Cargo => {
+                Command::new(std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo")))
+            }
+            Program::Built(path) => Command::new(built(path)),
+            Program::PeersPython => Command::new(peers_python()?),
+            Program::ShellUnless(there) if is_on_path(there) => return Ok(None),
+            Program::ShellUnless(_) => Command::new("sh"),
+        };
+        command.args(&self.arguments).envs(self.environment).current_dir(root());
+        Ok(Some(command))
+    }
 }
+
+/// A program of the release build.
+fn built(program: &Path) -> PathBuf {
+    target().join("release").join(program)
+}
+
+/// The Python with the libraries that benchmarks compare with.
+fn peers_python() -> std::io::Result<PathBuf> {
+    let program = format!("fuselane{}", std::env::consts::EXE_SUFFIX);
+    let output = Command::new(built(Path::new(&program)))
+        .args(["setup-peers", "--print-python"])
+        .output()?;
+    Ok(PathBuf::from(String::from_utf8_lossy(&output.stdout).trim()))
+}
+
+fn is_on_path(program: &str) -> bool {
+    let folders = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&folders).any(|folder| folder.join(program).is_file())
+}
+
+/// Debian's and Ubuntu's way; elsewhere the test of the report says what it needs.
+const INSTALL_BROWSER: &str = "\
+    if command -v apt-get >/dev/null && [ \"$(id -u)\" = 0 ]; then \
+    apt-get update -qq && apt-get install -y -qq chromium chromium-driver; \
+    else echo 'not installed: Chromium with chromedriver, which the test of the report needs'; fi";
 
 /// The steps of `cargo xtask test`.
 pub(crate) fn test(large: bool) -> std::io::Result<Vec<Step>> {
@@ -58,10 +114,13 @@ pub(crate) fn test(large: bool) -> std::io::Result<Vec<Step>> {
 pub(crate) fn ci() -> std::io::Result<Vec<Step>> {
     let mut steps = vec![
         Step::new("formatting", "fmt --all --check"),
-        Step::new("clippy", "clippy --workspace --all-targets --all-features -- -D warnings"),
+        Step::new(
+            "clippy",
+            "clippy --workspace --all-targets --features fuselane/ndarray -- -D warnings",
+        ),
         Step {
             environment: Some(("RUSTDOCFLAGS", "-D warnings")),
-            ..Step::new("documentation", "doc --workspace --no-deps --all-features")
+            ..Step::new("documentation", "doc --workspace --no-deps --features fuselane/ndarray")
         },
     ];
     steps.extend(test(false)?);
@@ -69,14 +128,31 @@ pub(crate) fn ci() -> std::io::Result<Vec<Step>> {
 }
 
 fn test_steps(examples: &[String], large: bool) -> Vec<Step> {
-    let mut steps = vec![Step::new(
-        "Rust tests", // which builds the program and the examples too
-        "test --release --workspace --all-features --no-fail-fast",
-    )];
+    // The feature `candle` is left out: it would double the build.
+    let mut steps = vec![
+        Step {
+            program: Program::ShellUnless("chromedriver"),
+            arguments: vec!["-c".to_owned(), INSTALL_BROWSER.to_owned()],
+            ..Step::new("browser", "")
+        },
+        Step::new(
+            "Rust tests", // which builds the program and the examples too
+            "test --release --workspace --features fuselane/ndarray --no-fail-fast",
+        ),
+    ];
     steps.push(Step::new(
         "overflow checks",
         "test --package fuselane --all-features --no-fail-fast \
          --test corners --test errors --test facts --test properties",
+    ));
+    steps.push(Step::built("Python libraries", "fuselane", "setup-peers"));
+    steps.push(Step {
+        program: Program::PeersPython,
+        ..Step::new("Python tests", "-E -s crates/fuselane-bench/python/test_worker.py")
+    });
+    steps.push(Step::new(
+        "tests with peers",
+        "test --release --package fuselane-bench --test peers -- --ignored",
     ));
     for example in examples {
         steps.push(Step::built(&format!("example {example}"), &format!("examples/{example}"), ""));
@@ -87,7 +163,7 @@ fn test_steps(examples: &[String], large: bool) -> Vec<Step> {
         // examples, where `ignored` has another meaning.
         steps.push(Step::new(
             "large tests",
-            "test --release --workspace --all-features --tests -- --ignored --test-threads=1",
+            "test --release --package fuselane --all-features --tests -- --ignored --test-threads=1",
         ));
     }
     steps
@@ -111,25 +187,18 @@ fn examples(folder: &Path) -> std::io::Result<Vec<String>> {
 
 /// Runs all steps in the workspace's root, prints a summary, and tells whether all passed.
 pub(crate) fn run(steps: &[Step]) -> bool {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
-    let root = root();
     let mut results = Vec::new();
     for (index, step) in steps.iter().enumerate() {
         eprintln!("\n==> [{}/{}] {}: {}", index + 1, steps.len(), step.name, step.line());
         let start = Instant::now();
-        let program = step.built.as_ref().map(|path| target().join("release").join(path));
-        let status = Command::new(program.as_deref().unwrap_or(Path::new(&cargo)))
-            .args(&step.arguments)
-            .envs(step.environment)
-            .current_dir(&root)
-            .status();
-        let passed = match status {
-            Ok(status) => status.success(),
-            Err(error) => {
-                eprintln!("xtask: cannot start it: {error}");
-                false
-            }
-        };
+        let status = step.command().and_then(|command| match command {
+            Some(mut command) => command.status().map(|status| status.success()),
+            None => Ok(true),
+        });
+        let passed = status.unwrap_or_else(|error| {
+            eprintln!("xtask: cannot start it: {error}");
+            false
+        });
         results.push((step.name.as_str(), start.elapsed(), passed));
     }
     eprintln!("\n{}", summary(&results));

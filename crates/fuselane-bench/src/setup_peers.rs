@@ -29,8 +29,8 @@ const NEEDED_BYTES: u64 = 10 * GB;
 
 /// Install the Python libraries to compare with, once.
 ///
-/// That is a download of about 3 GB, takes 6 GB on the disk, and some minutes. They go to a folder of their own in FUSELANE_CACHE [default: `fuselane` in the user's cache
-/// folder]. To use a Python that has the libraries already, name it in FUSELANE_PEERS_PYTHON
+/// That is a download of about 3 GB, takes 6 GB on the disk, and some minutes. They go to a folder
+/// of their own in FUSELANE_CACHE [default: `fuselane` in the user's cache folder]. To use a Python that has the libraries already, name it in FUSELANE_PEERS_PYTHON
 /// instead.
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -43,6 +43,9 @@ pub(crate) struct Args {
     /// Which libraries.
     #[arg(long, value_name = "NAMES", value_delimiter = ',', default_value = "torch,jax")]
     peers: Vec<Library>,
+    /// Print the path of the environment's Python and end; nothing is installed.
+    #[arg(long)]
+    print_python: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -63,6 +66,10 @@ impl Library {
 pub(crate) fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
     let begin = Instant::now();
     let folder = environment(&cache_folder()?);
+    if args.print_python {
+        println!("{}", python_of(&folder).display());
+        return Ok(ExitCode::SUCCESS);
+    }
     let mut names: Vec<_> = args.peers.iter().map(|library| library.name()).collect();
     if !args.force {
         let there = ready(&folder);

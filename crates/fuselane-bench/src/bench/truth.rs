@@ -25,7 +25,7 @@ const ROWS: usize = 16;
 /// The largest error, in ulp, that is taken for rounding.
 pub(super) fn tolerance(dtype: DType) -> f64 {
     match dtype {
-        DType::BF16 | DType::F16 => 8.0,
+        DType::BF16 | DType::F16 => 16.0,
         // Sums of many terms in another order, sines by another polynomial.
         DType::F32 | DType::F64 => 256.0,
     }

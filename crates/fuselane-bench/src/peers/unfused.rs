@@ -52,7 +52,7 @@ impl Peer for Unfused {
     }
 
     fn memory_factor(&self) -> f64 {
-        4.0
+        6.0
     }
 }
 
