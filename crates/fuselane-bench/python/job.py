@@ -26,8 +26,9 @@ def input_names(job):
 
 
 def trained(names):
-    """The inputs that get a gradient: the frequencies are constants."""
-    return [name for name in names if name != "theta"]
+    """The inputs that get a gradient: the frequencies are constants, and the gradient of a residual
+    is that of x."""
+    return [name for name in names if name not in ("theta", "residual")]
 
 
 def elements(spec):

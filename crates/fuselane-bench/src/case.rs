@@ -303,6 +303,12 @@ impl TensorSpec {
     pub(crate) fn bytes(&self) -> u64 {
         (self.len() * self.dtype.size()) as u64
     }
+
+    /// Whether its bytes can be counted, several times over.
+    fn is_countable(&self) -> bool {
+        let bytes = self.shape.iter().try_fold(64usize, |bytes, &length| bytes.checked_mul(length));
+        bytes.is_some()
+    }
 }
 
 /// The sum of the tensors' bytes.
@@ -336,7 +342,7 @@ impl Case {
     /// Tokens of a sequence at size n.
     pub(crate) fn tokens(&self, n: usize) -> usize {
         match self.operator {
-            Operator::Cosine { axes, extra, .. } => extra + n.saturating_pow(axes),
+            Operator::Cosine { axes, extra, .. } => extra.saturating_add(n.saturating_pow(axes)),
             _ => n,
         }
     }
@@ -527,8 +533,17 @@ fn parse(name: &str, text: &str) -> Result<Vec<Case>, String> {
             sizes,
             quick,
         };
+        let fault = |what: &str| Err(format!("{name}: case {:?}: {what}", case.table));
         if case.batch == 0 || case.heads == 0 || case.dim == 0 {
-            return Err(format!("{name}: case {:?}: batch, heads or dim is 0", case.table));
+            return fault("batch, heads or dim is 0");
+        }
+        if matches!(case.operator, Operator::Rotate { .. }) && case.dim % 2 == 1 {
+            return fault("dim is odd, and a rotation takes pairs");
+        }
+        let largest = case.sizes.iter().chain(&case.quick).copied().max().unwrap_or(1);
+        let shapes = case.outputs(Mode::Fwd, largest, DType::F32);
+        if !shapes.iter().all(TensorSpec::is_countable) {
+            return fault(&format!("n = {largest} is too large to count its bytes"));
         }
         cases.push(case);
     }
@@ -656,6 +671,11 @@ mod tests {
             &format!("{head}table = \"t\"\ntitle = \"t\"\noperator = {{ op = \"rotate\" }}\n"),
         );
         assert!(error.unwrap_err().contains("no {metric}"));
+        let odd = head.replace("dim = 8", "dim = 7");
+        let operator = "operator = { op = \"rotate\" }\n";
+        assert!(parse("f", &format!("{odd}{table}{operator}")).unwrap_err().contains("odd"));
+        let huge = head.replace("[4]", "[576460752303423488]");
+        assert!(parse("f", &format!("{huge}{table}{operator}")).unwrap_err().contains("too large"));
         let error = read(Path::new("/no such file.toml")).unwrap_err();
         assert!(error.contains("no such file.toml"), "{error}");
     }

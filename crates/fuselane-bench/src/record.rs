@@ -47,6 +47,10 @@ pub(crate) struct Record {
     pub(crate) note: String,
     /// How many calls were timed.
     pub(crate) calls: usize,
+    /// There is no result for a reason that may pass, such as a crash or a lack of memory: a
+    /// resumed run measures it again.
+    #[serde(default)]
+    pub(crate) again: bool,
 }
 
 impl Record {

@@ -239,7 +239,7 @@ fn disk_full(folder: &Path, free: u64) -> String {
 
 /// What a user may still write to the disk of a folder.
 #[cfg(unix)]
-fn free_bytes(folder: &Path) -> Option<u64> {
+pub(crate) fn free_bytes(folder: &Path) -> Option<u64> {
     use std::os::unix::ffi::OsStrExt;
     let path = std::ffi::CString::new(folder.as_os_str().as_bytes()).ok()?;
     let mut facts = std::mem::MaybeUninit::<libc::statvfs>::uninit();
@@ -256,7 +256,7 @@ fn free_bytes(folder: &Path) -> Option<u64> {
 }
 
 #[cfg(not(unix))]
-fn free_bytes(_folder: &Path) -> Option<u64> {
+pub(crate) fn free_bytes(_folder: &Path) -> Option<u64> {
     None
 }
 

@@ -111,6 +111,12 @@ pub(crate) struct Mapped {
     shape: Vec<usize>,
 }
 
+/// Read at once, rather than at the first touch, where the system can.
+#[cfg(target_os = "linux")]
+const POPULATE: libc::c_int = libc::MAP_POPULATE;
+#[cfg(all(unix, not(target_os = "linux")))]
+const POPULATE: libc::c_int = 0;
+
 impl Mapped {
     #[cfg(unix)]
     fn open(input: &Input) -> std::io::Result<Self> {
@@ -127,7 +133,7 @@ impl Mapped {
                 std::ptr::null_mut(),
                 bytes.max(1),
                 libc::PROT_READ,
-                libc::MAP_SHARED | libc::MAP_POPULATE,
+                libc::MAP_SHARED | POPULATE,
                 file.as_raw_fd(),
                 0,
             )

@@ -76,7 +76,8 @@ impl Folder {
         let file = File::options().append(true).open(&results).map_err(fault)?;
         // The rest is a line that was not finished.
         file.set_len(whole).map_err(fault)?;
-        let done = records.iter().map(Record::key).collect();
+        let final_ones = records.iter().filter(|record| !record.again);
+        let done = final_ones.map(Record::key).collect();
         Ok(Self { path: path.to_path_buf(), results: file, run, records, done })
     }
 
@@ -92,13 +93,26 @@ impl Folder {
         self.done.contains(&(table.to_owned(), n, provider.to_owned(), alloc))
     }
 
+    /// Drops the records of a row that is to be measured as a whole.
+    pub(super) fn forget(&mut self, table: &str, n: usize, alloc: Alloc) -> Result<(), String> {
+        let of_row =
+            |record: &Record| (&*record.table, record.n, record.alloc) == (table, n, alloc);
+        if !self.records.iter().any(of_row) {
+            return Ok(());
+        }
+        self.records.retain(|record| !of_row(record));
+        self.done = self.records.iter().map(Record::key).collect();
+        let path = self.path.join("results.jsonl");
+        write_whole(&path, &lines(&self.records)?)?;
+        // The file of that name is another one now.
+        let file = File::options().append(true).open(&path);
+        self.results = file.map_err(|error| format!("cannot write {}: {error}", path.display()))?;
+        Ok(())
+    }
+
     /// Keeps the records of a row, all or none.
     pub(super) fn add(&mut self, records: &[Record]) -> Result<(), String> {
-        let mut text = String::new();
-        for record in records {
-            text += &serde_json::to_string(record).map_err(|error| error.to_string())?;
-            text.push('\n');
-        }
+        let text = lines(records)?;
         let length = self.results.metadata().map(|data| data.len());
         let written = self.results.write_all(text.as_bytes()).and_then(|()| self.results.flush());
         if let Err(error) = written {
@@ -136,6 +150,16 @@ fn write_whole(path: &Path, text: &str) -> Result<(), String> {
         let _ = fs::remove_file(&part);
         format!("cannot write {}: {error}", path.display())
     })
+}
+
+/// Records as lines of JSON.
+pub(super) fn lines(records: &[Record]) -> Result<String, String> {
+    let mut text = String::new();
+    for record in records {
+        text += &serde_json::to_string(record).map_err(|error| error.to_string())?;
+        text.push('\n');
+    }
+    Ok(text)
 }
 
 /// Records as CSV.
@@ -225,6 +249,7 @@ mod tests {
             ok: true,
             note: "with, a comma".to_owned(),
             calls: 7,
+            again: false,
         }
     }
 
@@ -249,8 +274,16 @@ mod tests {
         assert!(!folder.is_done("a-table", 3, "fuselane", Alloc::Warm));
         assert!(!folder.is_done("a-table", 2, "fuselane", Alloc::Fresh));
         assert_eq!(fs::read_to_string(&results).unwrap().len(), whole);
-        folder.add(&[record(3)]).unwrap();
-        assert_eq!(Folder::resume(&path).unwrap().records, folder.records);
+        folder.add(&[record(3), Record { again: true, ..record(4) }]).unwrap();
+        let mut folder = Folder::resume(&path).unwrap();
+        assert_eq!(folder.records.len(), 4);
+        assert!(folder.is_done("a-table", 3, "fuselane", Alloc::Warm));
+        assert!(!folder.is_done("a-table", 4, "fuselane", Alloc::Warm), "a crash may pass");
+        folder.forget("a-table", 4, Alloc::Warm).unwrap();
+        folder.add(&[record(5)]).unwrap();
+        let sizes: Vec<usize> =
+            Folder::resume(&path).unwrap().records.iter().map(|r| r.n).collect();
+        assert_eq!(sizes, [1, 2, 3, 5]);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The inputs of a row: made once, as files that all workers read.
 //!
-//! They are in memory where the system has a folder for that, so that reading them is no matter
-//! of the disk. Values are nearly normal and repeat with a period of about a million elements, a
+//! They are in memory where the system has a folder for that with room enough, so that reading them
+//! is no matter of the disk. Values are nearly normal and repeat with a period of about a million elements, a
 //! prime, so that no two slices of a tensor are alike; no operator's time depends on that.
 
 use std::collections::HashMap;
@@ -13,10 +13,15 @@ use fuselane::reference::Random;
 use fuselane::{DType, Theta};
 use half::{bf16, f16};
 
-use crate::case::{Dtype, TensorSpec};
+use super::interrupt;
+use crate::case::{Dtype, TensorSpec, bytes_of};
 use crate::protocol::{Input, Sample};
+use crate::setup_peers::free_bytes;
 
 const PERIOD: usize = 1_048_573;
+
+/// Where the system keeps files in memory.
+const MEMORY: &str = "/dev/shm";
 
 /// A folder of input files, removed in the end.
 pub(super) struct InputFiles {
@@ -29,12 +34,35 @@ pub(super) struct InputFiles {
 
 impl InputFiles {
     pub(super) fn new() -> Result<Self, String> {
-        let memory = Path::new("/dev/shm");
-        let parent = if memory.is_dir() { memory.to_path_buf() } else { std::env::temp_dir() };
-        let folder = parent.join(format!("fuselane-{}", std::process::id()));
-        fs::create_dir_all(&folder)
-            .map_err(|error| format!("no folder for inputs at {}: {error}", folder.display()))?;
-        Ok(Self { folder, blocks: HashMap::new(), files: HashMap::new() })
+        let memory = Path::new(MEMORY);
+        remove_orphans(memory);
+        let folder = if memory.is_dir() { memory.to_path_buf() } else { std::env::temp_dir() };
+        let mut files = Self { folder, blocks: HashMap::new(), files: HashMap::new() };
+        let parent = files.folder.clone();
+        files.move_to(&parent)?;
+        Ok(files)
+    }
+
+    /// Begins anew in a folder of its own in `parent`.
+    fn move_to(&mut self, parent: &Path) -> Result<(), String> {
+        let folder = parent.join(format!("{PREFIX}{}", std::process::id()));
+        if folder != self.folder {
+            fs::create_dir_all(&folder).map_err(|error| {
+                format!("no folder for inputs at {}: {error}", folder.display())
+            })?;
+            if !self.files.is_empty() {
+                let _ = fs::remove_dir_all(&self.folder);
+            }
+            self.files.clear();
+            interrupt::remove_at_end(folder.clone());
+            self.folder = folder;
+        }
+        Ok(())
+    }
+
+    /// The bytes of all files, which take memory if they are there.
+    pub(super) fn bytes(&self) -> u64 {
+        self.files.values().sum()
     }
 
     pub(super) fn folder(&self) -> &Path {
@@ -43,6 +71,12 @@ impl InputFiles {
 
     /// Makes files for these tensors, and removes those that are not among them.
     pub(super) fn provide(&mut self, tensors: &[TensorSpec]) -> Result<Vec<Input>, String> {
+        // A container may have next to nothing there.
+        let needed = bytes_of(tensors) + (16 << 20);
+        let room = free_bytes(&self.folder).map(|free| free + self.bytes());
+        if self.folder.starts_with(MEMORY) && room.is_some_and(|room| room < needed) {
+            self.move_to(&std::env::temp_dir())?;
+        }
         let inputs: Vec<Input> = tensors
             .iter()
             .map(|tensor| Input {
@@ -95,6 +129,19 @@ impl InputFiles {
             left -= part;
         }
         file.flush()
+    }
+}
+
+const PREFIX: &str = "fuselane-";
+
+/// Removes what a program that was killed has left.
+fn remove_orphans(parent: &Path) {
+    for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let process = name.to_str().and_then(|name| name.strip_prefix(PREFIX)?.parse::<u32>().ok());
+        if process.is_some_and(|process| !Path::new(&format!("/proc/{process}")).exists()) {
+            let _ = fs::remove_dir_all(entry.path());
+        }
     }
 }
 
@@ -161,6 +208,17 @@ mod tests {
 
     fn spec(name: &'static str, shape: &[usize], dtype: DType) -> TensorSpec {
         TensorSpec { name, shape: shape.to_vec(), dtype }
+    }
+
+    #[test]
+    fn orphans_are_removed() {
+        let parent = tempfile::tempdir().unwrap();
+        let of = |process: u32| parent.path().join(format!("{PREFIX}{process}"));
+        for process in [u32::MAX, std::process::id()] {
+            fs::create_dir(of(process)).unwrap();
+        }
+        remove_orphans(parent.path());
+        assert!(!of(u32::MAX).exists() && of(std::process::id()).exists());
     }
 
     #[test]

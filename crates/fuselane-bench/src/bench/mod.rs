@@ -169,11 +169,35 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
         return plan.run(Folder::create(&path, facts)?);
     };
     let folder = Folder::resume(path)?;
+    same_program(&folder.run, path)?;
     let stored = ["fuselane bench".to_owned()].into_iter().chain(folder.run.arguments.clone());
     let stored = Stored::try_parse_from(stored)
         .map_err(|error| format!("the options in {}/run.json: {error}", path.display()))?;
     let plan = Plan::new(&stored.args, args.format)?;
     plan.run(folder)
+}
+
+/// A run has one program, on one machine: results of two cannot be compared in one table.
+fn same_program(run: &Run, path: &Path) -> Result<(), String> {
+    let now = facts(&Args::bare());
+    let facts = [
+        ("commit", run.commit.clone(), now.commit),
+        ("version", Some(run.fuselane.clone()), Some(now.fuselane)),
+        ("CPU", run.machine.cpu.clone(), now.machine.cpu),
+        ("instruction set", Some(run.isa.clone()), Some(now.isa)),
+    ];
+    for (what, then, now) in facts {
+        if then != now {
+            let text = |value: Option<String>| value.unwrap_or_else(|| "unknown".to_owned());
+            return Err(format!(
+                "{} was begun with another {what} ({}, now {}): begin a new run",
+                path.display(),
+                text(then),
+                text(now)
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// A run's folder, by its time.
@@ -225,18 +249,19 @@ impl Plan {
         } else if self.format == Format::Csv {
             self.say(&folder::csv(&[], true)?)?;
         }
+        warn_of_load();
         let mut sweep = Sweep::new(&self.peers, self.threads, self.effort, folder)?;
         let swept = self.sweep(&mut sweep, &names);
-        sweep.folder.write_csv()?;
-        if self.format == Format::Table {
-            self.say(&format!("{}\n", tables::summary(&sweep.folder.records)))?;
-        }
-        if !sweep.folder.records.is_empty() {
-            let page = report::write(&path)?;
-            eprintln!("results: {}\nreport:  {}", path.display(), page.display());
-        }
+        // What stopped the sweep is told last, whatever else goes wrong on the way.
+        let ended = self.finish(&sweep.folder);
         match swept {
             Ok(()) => {
+                ended?;
+                let wrong = |r: &&Record| r.provider.starts_with("fuselane") && !r.ok;
+                let wrong = sweep.folder.records.iter().filter(wrong);
+                if wrong.filter(|record| record.error.is_some()).count() > 0 {
+                    return Err("results of fuselane itself are wrong: see the notes".into());
+                }
                 if self.rust_only && self.format == Format::Table {
                     eprintln!(
                         "PyTorch beside it: `fuselane setup-peers` once, then `fuselane bench --peers torch,torch_compile`"
@@ -245,11 +270,28 @@ impl Plan {
                 Ok(ExitCode::SUCCESS)
             }
             Err(Stop::Interrupted) => {
+                if let Err(why) = ended {
+                    eprintln!("fuselane: {why}");
+                }
                 eprintln!("interrupted; go on with `fuselane bench --resume {}`", path.display());
                 Ok(ExitCode::from(130))
             }
             Err(Stop::Failed(why)) => Err(why.into()),
         }
+    }
+
+    /// Writes what is made of the results.
+    fn finish(&self, folder: &Folder) -> Result<(), String> {
+        if folder.records.is_empty() {
+            return Ok(());
+        }
+        folder.write_csv()?;
+        let page = report::write(folder.path())?;
+        if self.format == Format::Table {
+            self.say(&format!("{}\n", report::brief(folder.path())?))?;
+        }
+        eprintln!("results: {}\nreport:  {}", folder.path().display(), page.display());
+        Ok(())
     }
 
     fn heading(&self, folder: &Folder, names: &[&str]) -> String {
@@ -258,7 +300,8 @@ impl Plan {
         format!(
             "fuselane {} on {}, {} threads, {}\n{} tables, {rows} rows; providers: {}\n\
              best/ours: the best other provider over ours, above 1 where ours is ahead; of copy: a copy\n\
-             of the same bytes over ours; of roof: the same, or ours in cache where that is slower\n\n",
+             of the same bytes over ours; of roof: the same, or ours in cache where that is slower;\n\
+             to/tr, toc/tr: eager and compiled PyTorch over the fused kernel, as published for that GPU\n\n",
             run.fuselane,
             run.machine.cpu.as_deref().unwrap_or("an unknown CPU"),
             self.threads,
@@ -287,7 +330,7 @@ impl Plan {
                     bar.inc(weight(table, n));
                     let text = match self.format {
                         Format::Table => String::new(),
-                        Format::Json => json(&records)?,
+                        Format::Json => folder::lines(&records)?,
                         Format::Csv => folder::csv(&records, false)?,
                     };
                     bar.suspend(|| self.say(&text))?;
@@ -309,6 +352,18 @@ impl Plan {
     }
 }
 
+/// Times on a busy machine are not worth much.
+fn warn_of_load() {
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let load = load.split(' ').next().and_then(|load| load.parse::<f64>().ok());
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    if let Some(load) = load.filter(|&load| load > 0.5 * cpus as f64) {
+        eprintln!(
+            "fuselane: the machine is busy (load {load} on {cpus} CPUs): times will be noisy"
+        );
+    }
+}
+
 /// The parts of a table's name that tell it from others.
 fn short(name: &str) -> String {
     let parts: Vec<&str> = name.split('-').filter(|part| !part.starts_with("batch")).collect();
@@ -322,15 +377,6 @@ fn weight(table: &Table, n: usize) -> u64 {
         Metric::Speed => 100 + (moved >> 20),
         Metric::Memory => 20 + (moved >> 22),
     }
-}
-
-fn json(records: &[Record]) -> Result<String, String> {
-    let mut text = String::new();
-    for record in records {
-        text += &serde_json::to_string(record).map_err(|error| error.to_string())?;
-        text.push('\n');
-    }
-    Ok(text)
 }
 
 fn threads(args: &Args) -> usize {
@@ -390,13 +436,26 @@ fn without_out(arguments: impl Iterator<Item = String>) -> Vec<String> {
         let option = ["--out", "--format"]
             .iter()
             .find(|&&option| argument == option || argument.starts_with(&format!("{option}=")));
+        if argument == "--cases" {
+            // A run may be resumed from another folder.
+            kept.push(argument);
+            kept.extend(arguments.next().map(absolute));
+            continue;
+        }
         match option {
-            None => kept.push(argument),
+            None => match argument.strip_prefix("--cases=") {
+                Some(path) => kept.push(format!("--cases={}", absolute(path.to_owned()))),
+                None => kept.push(argument),
+            },
             Some(&option) if argument == option => drop(arguments.next()),
             Some(_) => {}
         }
     }
     kept
+}
+
+fn absolute(path: String) -> String {
+    std::path::absolute(&path).map_or(path, |path| path.display().to_string())
 }
 
 /// The commit of the sources that this was built from, if they are still there.

@@ -30,6 +30,8 @@ pub(super) struct Worker {
     stdin: Option<ChildStdin>,
     lines: Receiver<String>,
     log: PathBuf,
+    /// Where in the log its own words begin.
+    log_start: usize,
 }
 
 impl Worker {
@@ -41,6 +43,7 @@ impl Worker {
     ) -> Result<(Self, BTreeMap<String, String>), Silence> {
         let dead = |error: std::io::Error| Silence::Dead(format!("{name} does not start: {error}"));
         let file = File::options().create(true).append(true).open(log).map_err(dead)?;
+        let log_start = file.metadata().map_err(dead)?.len() as usize;
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(file);
         // Ctrl-C is ours to handle: it would reach the whole process group.
         #[cfg(unix)]
@@ -58,7 +61,7 @@ impl Worker {
         }
         let stdin = child.stdin.take();
         let mut worker =
-            Self { name: name.to_owned(), child, stdin, lines, log: log.to_path_buf() };
+            Self { name: name.to_owned(), child, stdin, lines, log: log.to_path_buf(), log_start };
         match worker.answer(START)? {
             Reply::Hello { versions } => Ok((worker, versions)),
             other => Err(worker.lost(&format!("began with {other:?}"))),
@@ -104,10 +107,18 @@ impl Worker {
             Ok(status) => status.to_string(),
             Err(error) => error.to_string(),
         };
-        let last = fs::read_to_string(&self.log).unwrap_or_default();
-        let last = last.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
-        let last = if last.is_empty() { String::new() } else { format!(": {}", last.trim()) };
-        Silence::Dead(format!("crashed ({how}){last}"))
+        Silence::Dead(format!("crashed ({how}){}", self.last_words()))
+    }
+
+    /// The end of its log, since it was started: the line after a panic's place, or the last one.
+    fn last_words(&self) -> String {
+        let log = fs::read(&self.log).unwrap_or_default();
+        let log =
+            String::from_utf8_lossy(log.get(self.log_start..).unwrap_or_default()).into_owned();
+        let lines: Vec<&str> = log.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+        let panic = lines.iter().rposition(|line| line.contains("panicked at"));
+        let words = panic.and_then(|at| lines.get(at + 1)).or(lines.last());
+        words.map_or(String::new(), |words| format!(": {words}"))
     }
 
     /// It is of no use any more.
@@ -118,6 +129,13 @@ impl Worker {
 
     fn kill(&mut self) {
         self.stdin = None;
+        // With what it has started itself, such as a compiler: they are one process group.
+        #[cfg(unix)]
+        if let (Ok(None), Ok(group)) = (self.child.try_wait(), i32::try_from(self.child.id())) {
+            // SAFETY: takes any number. The group is this child's own: it was started as the
+            // leader of one, and has not been waited for, so that its number is not used again.
+            unsafe { libc::kill(-group, libc::SIGKILL) };
+        }
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,5 +1,7 @@
 //! Which tables a command line asks for.
 
+use std::collections::HashSet;
+
 use glob::Pattern;
 
 use crate::case::{Case, Dtype, Metric, Mode};
@@ -58,7 +60,10 @@ pub(super) fn tables(
     let mut all = Vec::new();
     for case in cases {
         let own = [case.dtype];
-        for &dtype in if dtypes.is_empty() { &own[..] } else { dtypes } {
+        for (at, &dtype) in if dtypes.is_empty() { &own[..] } else { dtypes }.iter().enumerate() {
+            if dtypes[..at.min(dtypes.len())].contains(&dtype) {
+                continue;
+            }
             for metric in Metric::ALL {
                 for mode in Mode::ALL {
                     let name = case.table(metric, mode, dtype.0);
@@ -67,6 +72,10 @@ pub(super) fn tables(
                 }
             }
         }
+    }
+    let mut names = HashSet::new();
+    if let Some(twice) = all.iter().find(|table| !names.insert(table.name.as_str())) {
+        return Err(format!("two cases have tables of the name {:?}", twice.name));
     }
     if globs.is_empty() {
         return Ok(all);
@@ -151,6 +160,16 @@ mod tests {
         assert_eq!(rows(&Sizes::Tokens(vec![1024, 1025, 4096])), 64 * 3 + 16 * 2);
         let grid = tables(&cases, &["*3d*".to_owned()], &Sizes::Tokens(vec![4096]), &[]).unwrap();
         assert!(grid.iter().all(|table| table.sizes == [16]));
+    }
+
+    #[test]
+    fn names_are_unique() {
+        let mut cases = builtin().unwrap();
+        cases.push(cases[0].clone());
+        let error = tables(&cases, &[], &Sizes::Quick, &[]).unwrap_err();
+        assert!(error.contains("act-speed-fwd-batch12-head12-dim128-act_relu-bf16"), "{error}");
+        let twice = ["f16".parse().unwrap(), "f16".parse().unwrap()];
+        assert_eq!(tables(&builtin().unwrap(), &[], &Sizes::Quick, &twice).unwrap().len(), 80);
     }
 
     #[test]

@@ -38,12 +38,6 @@ fn quantile(sorted: &[f64], q: f64) -> Option<f64> {
     Some(if low == high { sorted[low] } else { sorted[low] * (1.0 - part) + sorted[high] * part })
 }
 
-/// The geometric mean of positive values; none for none.
-pub(super) fn geometric_mean(values: &[f64]) -> Option<f64> {
-    let logs: Vec<f64> = values.iter().filter(|&&v| v > 0.0).map(|v| v.ln()).collect();
-    (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -75,12 +69,5 @@ mod tests {
         let spread = Spread { median: 2.0, p20: 1.9, p80: 2.3 };
         assert!((spread.width() - 0.2).abs() < 1e-12);
         assert_eq!(Spread { median: 0.0, p20: 0.0, p80: 0.0 }.width(), 0.0);
-    }
-
-    #[test]
-    fn geometric_means() {
-        assert_eq!(geometric_mean(&[]), None);
-        assert!((geometric_mean(&[2.0, 8.0]).unwrap() - 4.0).abs() < 1e-12);
-        assert!((geometric_mean(&[0.0, 3.0]).unwrap() - 3.0).abs() < 1e-12);
     }
 }

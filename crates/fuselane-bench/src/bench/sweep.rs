@@ -84,13 +84,24 @@ pub(super) struct Sweep<'a> {
 enum State {
     /// Prepared, with right outputs.
     Ready { error: Option<f64>, ns: Vec<f64>, estimate: f64 },
-    /// No result.
-    Out { error: Option<f64>, note: String },
+    /// No result, for now or for good.
+    Out { error: Option<f64>, note: String, again: bool },
 }
 
 impl State {
+    /// For a reason that may pass.
     fn out(note: impl Into<String>) -> Self {
-        Self::Out { error: None, note: note.into() }
+        Self::Out { error: None, note: note.into(), again: true }
+    }
+
+    /// From an answer that is no result.
+    fn refused(reply: Reply) -> Self {
+        let again = !matches!(reply, Reply::Unsupported { .. });
+        Self::Out { error: None, note: refusal(reply), again }
+    }
+
+    fn wrong(error: f64, note: String) -> Self {
+        Self::Out { error: Some(error.min(f64::MAX)), note, again: false }
     }
 }
 
@@ -115,25 +126,26 @@ impl<'a> Sweep<'a> {
         })
     }
 
-    /// The providers of a row that have no record yet.
-    fn missing(&self, table: &Table, n: usize, alloc: Alloc) -> Vec<&'a dyn Peer> {
+    /// The providers of a table.
+    fn providers(&self, table: &Table) -> Vec<&'a dyn Peer> {
         let peers = self.peers.iter().map(|peer| &**peer);
         let peers = peers.filter(|peer| peer.applies(&table.case.operator));
-        let peers = peers.filter(|peer| table.metric == Metric::Speed || peer.name() != "copy");
-        peers.filter(|peer| !self.folder.is_done(&table.name, n, peer.name(), alloc)).collect()
+        peers.filter(|peer| table.metric == Metric::Speed || peer.name() != "copy").collect()
     }
 
-    /// Measures a row, and keeps its records. Those that are there already are not measured.
+    /// Measures a row, and keeps its records. One that is complete is not measured again; one that
+    /// is not, as a whole: only results of the same rounds can be compared.
     pub(super) fn row(
         &mut self,
         table: &Table,
         n: usize,
         alloc: Alloc,
     ) -> Result<Vec<Record>, Stop> {
-        let peers = self.missing(table, n, alloc);
-        if peers.is_empty() {
+        let peers = self.providers(table);
+        if peers.iter().all(|peer| self.folder.is_done(&table.name, n, peer.name(), alloc)) {
             return Ok(Vec::new());
         }
+        self.folder.forget(&table.name, n, alloc)?;
         let records = match table.metric {
             Metric::Speed => self.speed(table, n, alloc, &peers)?,
             Metric::Memory => self.memory(table, n, alloc, &peers)?,
@@ -162,7 +174,10 @@ impl<'a> Sweep<'a> {
         let left = peers.iter().filter(|peer| !states.contains_key(peer.name()));
         let left: Vec<&dyn Peer> = left.copied().collect();
         if !left.is_empty() {
-            let inputs = self.inputs.provide(&specs)?;
+            let inputs = match self.inputs.provide(&specs) {
+                Ok(inputs) => inputs,
+                Err(why) => return Ok(without_inputs(table, n, alloc, peers, &why)),
+            };
             let truth = Truth::of(case, *mode, n, dtype.0, &inputs)?;
             let mut job = self.job(table, n, alloc, inputs);
             job.mapped = mapped;
@@ -211,11 +226,13 @@ impl<'a> Sweep<'a> {
             match states.remove(name) {
                 Some(State::Ready { error, ns, .. }) => {
                     (record.ok, record.error, record.calls) = (!ns.is_empty(), error, ns.len());
-                    if mapped {
+                    if mapped && peer.can_map() {
                         record.note = "inputs mapped from files: memory holds one copy".to_owned();
                     }
                 }
-                Some(State::Out { error, note }) => (record.error, record.note) = (error, note),
+                Some(State::Out { error, note, again }) => {
+                    (record.error, record.note, record.again) = (error, note, again);
+                }
                 None => {}
             }
             records.push(record);
@@ -247,7 +264,7 @@ impl<'a> Sweep<'a> {
         let request = Request::Prepare { job: job.clone() };
         match self.ask(peer, alloc, job.threads, false, &request)? {
             Ok(Reply::Ready) => {}
-            Ok(other) => return Ok(State::out(refusal(other))),
+            Ok(other) => return Ok(State::refused(other)),
             Err(note) => return Ok(State::out(note)),
         }
         let mut error = None;
@@ -260,12 +277,12 @@ impl<'a> Sweep<'a> {
             let request = Request::Outputs { samples: truth.samples(), folder: folder.clone() };
             match self.ask(peer, alloc, job.threads, false, &request)? {
                 Ok(Reply::Written) => {}
-                Ok(other) => return Ok(State::out(refusal(other))),
+                Ok(other) => return Ok(State::refused(other)),
                 Err(note) => return Ok(State::out(note)),
             }
             let (found, limit) = match truth.error(&folder) {
                 Ok(found) => (found, tolerance(job.dtype.0)),
-                Err(note) => return Ok(State::Out { error: Some(f64::MAX), note }),
+                Err(note) => return Ok(State::wrong(f64::MAX, note)),
             };
             if found > limit {
                 let note = if found.is_finite() {
@@ -273,7 +290,7 @@ impl<'a> Sweep<'a> {
                 } else {
                     "wrong result: NaN; not timed".to_owned()
                 };
-                return Ok(State::Out { error: Some(found.min(f64::MAX)), note });
+                return Ok(State::wrong(found, note));
             }
             error = Some(found);
         }
@@ -300,8 +317,10 @@ impl<'a> Sweep<'a> {
                 }
             }
             for turn in 0..peers.len() {
-                // Another one goes first in each round.
-                let peer = peers[(turn + round) % peers.len()];
+                // Another one goes first in each round, and every other round goes backwards, so
+                // that nobody always follows the same one.
+                let turn = if round % 2 == 0 { turn } else { peers.len() - 1 - turn };
+                let peer = peers[(turn + round / 2) % peers.len()];
                 let Some(State::Ready { ns, estimate, .. }) = states.get_mut(peer.name()) else {
                     continue;
                 };
@@ -378,12 +397,15 @@ impl<'a> Sweep<'a> {
         for &peer in peers {
             let mut record = blank(table, n, peer.name(), alloc);
             record.least_bytes = Some(case.least_extra_bytes(*mode, n, dtype.0));
-            let (_, mut refused) = self.fit(table, n, &[peer]);
+            let (mapped, mut refused) = self.fit(table, n, &[peer]);
             let answer = match refused.pop() {
                 Some((_, note)) => Err(note),
                 None => {
-                    let inputs = self.inputs.provide(&specs)?;
-                    let job = self.job(table, n, alloc, inputs);
+                    let inputs = match self.inputs.provide(&specs) {
+                        Ok(inputs) => inputs,
+                        Err(why) => return Ok(without_inputs(table, n, alloc, peers, &why)),
+                    };
+                    let job = Job { mapped, ..self.job(table, n, alloc, inputs) };
                     self.ask(peer, alloc, self.threads, true, &Request::Memory { job })?
                 }
             };
@@ -393,13 +415,28 @@ impl<'a> Sweep<'a> {
                     (record.ok, record.calls) = (true, 1);
                     record.bytes = Some(extra_bytes);
                     record.value = Some(all as f64 / MIB);
+                    if let Some(wrong) = self.wrong(table, n, peer.name()) {
+                        (record.ok, record.value) = (false, None);
+                        (record.error, record.note) = (Some(wrong), "wrong result".to_owned());
+                    }
                 }
-                Ok(other) => record.note = refusal(other),
-                Err(note) => record.note = note,
+                Ok(other) => {
+                    record.again = !matches!(other, Reply::Unsupported { .. });
+                    record.note = refusal(other);
+                }
+                Err(note) => (record.note, record.again) = (note, true),
             }
             records.push(record);
         }
         Ok(records)
+    }
+
+    /// The error of a result that the speed table of the same call has found wrong.
+    fn wrong(&self, table: &Table, n: usize, provider: &str) -> Option<f64> {
+        let speed = table.case.table(Metric::Speed, table.mode, table.dtype.0);
+        let of_call = |record: &&Record| (&*record.table, record.n) == (&*speed, n);
+        let records = self.folder.records.iter().filter(of_call);
+        records.filter(|record| record.provider == provider && !record.ok).find_map(|r| r.error)
     }
 
     /// Which providers a row has memory for: whether inputs have to be shared for that, and those
@@ -412,14 +449,21 @@ impl<'a> Sweep<'a> {
     ) -> (bool, Vec<(&'static str, String)>) {
         let Table { case, mode, dtype, .. } = table;
         let inputs = bytes_of(&case.inputs(*mode, n, dtype.0)) as f64;
-        let mut needs: Vec<(&'static str, f64)> =
-            peers.iter().map(|peer| (peer.name(), need(*peer, table, n))).collect();
+        // Bytes of each provider, and how many of them are inputs that could be shared.
+        type Need = (&'static str, f64, f64);
+        let mut needs: Vec<Need> = Vec::new();
+        for &peer in peers {
+            let shareable = if peer.can_map() { inputs } else { 0.0 };
+            needs.push((peer.name(), need(peer, table, n), shareable));
+        }
+        // Files of the last row may be in memory, and make room for those of this one.
+        let files = self.inputs.bytes();
         let available = || {
             let bytes = Machine::read().available_memory_bytes;
             // A tenth is left to the system.
-            bytes.map_or(f64::INFINITY, |bytes| bytes as f64 * 0.9)
+            bytes.map_or(f64::INFINITY, |bytes| (bytes + files) as f64 * 0.9)
         };
-        let total = |needs: &[(&str, f64)]| inputs + needs.iter().map(|need| need.1).sum::<f64>();
+        let total = |needs: &[Need]| inputs + needs.iter().map(|need| need.1).sum::<f64>();
         let mut room = available();
         if total(&needs) > room {
             // Idle workers may hold on to memory of earlier rows.
@@ -429,23 +473,22 @@ impl<'a> Sweep<'a> {
         if total(&needs) <= room {
             return (false, Vec::new());
         }
-        let shared = |needs: &[(&str, f64)]| {
-            inputs + needs.iter().map(|need| (need.1 - inputs).max(0.0)).sum::<f64>()
+        let shared = |needs: &[Need]| {
+            inputs + needs.iter().map(|need| (need.1 - need.2).max(0.0)).sum::<f64>()
         };
         let mut refused = Vec::new();
         while shared(&needs) > room && !needs.is_empty() {
             // The hungriest goes; ours goes last.
-            let hungriest = |need: &&(&str, f64)| (need.0 != "fuselane", need.1);
-            let key = |a: &&(&str, f64), b: &&(&str, f64)| {
-                let (a, b) = (hungriest(a), hungriest(b));
-                a.0.cmp(&b.0).then(a.1.total_cmp(&b.1))
+            let by_hunger = |a: &&Need, b: &&Need| {
+                let peers = (a.0 != "fuselane").cmp(&(b.0 != "fuselane"));
+                peers.then((a.1 - a.2).total_cmp(&(b.1 - b.2)))
             };
-            let Some(&(name, bytes)) = needs.iter().max_by(key) else { break };
+            let Some(&(name, bytes, shareable)) = needs.iter().max_by(by_hunger) else { break };
             let gib = |bytes: f64| bytes / MIB / 1024.0;
             let note = format!(
                 "does not fit in memory: needs about {:.1} GiB beside {:.1} GiB for the others, {:.1} GiB are free",
                 gib(bytes),
-                gib((shared(&needs) - (bytes - inputs).max(0.0)).max(0.0)),
+                gib((shared(&needs) - (bytes - shareable).max(0.0)).max(0.0)),
                 gib(room),
             );
             refused.push((name, note));
@@ -483,7 +526,12 @@ impl<'a> Sweep<'a> {
             },
         };
         match answer {
-            Ok(reply) => Ok(Ok(reply)),
+            Ok(reply) => {
+                if !matches!(reply, Reply::Failed { .. }) {
+                    self.deaths.remove(peer.name()); // it works again
+                }
+                Ok(Ok(reply))
+            }
             Err(Silence::Interrupted) => Err(Stop::Interrupted),
             Err(Silence::Dead(why)) => {
                 self.workers.remove(&key);
@@ -549,6 +597,22 @@ fn refusal(reply: Reply) -> String {
     }
 }
 
+/// The records of a row whose inputs could not be made.
+fn without_inputs(
+    table: &Table,
+    n: usize,
+    alloc: Alloc,
+    peers: &[&dyn Peer],
+    why: &str,
+) -> Vec<Record> {
+    let record = |peer: &&dyn Peer| Record {
+        note: why.to_owned(),
+        again: true,
+        ..blank(table, n, peer.name(), alloc)
+    };
+    peers.iter().map(record).collect()
+}
+
 /// A record without a result.
 fn blank(table: &Table, n: usize, provider: &str, alloc: Alloc) -> Record {
     Record {
@@ -574,5 +638,6 @@ fn blank(table: &Table, n: usize, provider: &str, alloc: Alloc) -> Record {
         ok: false,
         note: String::new(),
         calls: 0,
+        again: false,
     }
 }

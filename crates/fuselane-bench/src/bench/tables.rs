@@ -7,7 +7,6 @@ use std::fmt::Write as _;
 use anstyle::{AnsiColor, Style};
 
 use super::select::Table;
-use super::statistics::geometric_mean;
 use crate::case::Metric;
 use crate::protocol::Alloc;
 use crate::published::{self, Published};
@@ -20,14 +19,11 @@ const FAINT: Style = Style::new().dimmed();
 const AHEAD: Style = AnsiColor::Green.on_default();
 const BEHIND: Style = AnsiColor::Red.on_default();
 
-/// Whether a provider is one of ours, a yardstick, or somebody to compare with.
-pub(crate) fn is_ours(provider: &str) -> bool {
-    matches!(provider, "fuselane" | "fuselane_table")
-}
+/// A ratio from here on reads as 1.00 or more.
+const MATCH: f64 = 0.995;
 
-fn is_peer(provider: &str) -> bool {
-    !is_ours(provider) && provider != "copy"
-}
+/// Times that spread more than this between p20 and p80, relative to the median, are marked.
+const NOISY: f64 = 0.25;
 
 /// The records of one row.
 struct Row<'a>(Vec<&'a Record>);
@@ -37,19 +33,26 @@ impl<'a> Row<'a> {
         self.0.iter().find(|record| record.provider == provider).copied()
     }
 
-    /// The right result with the least value among some providers.
-    fn best(&self, among: fn(&str) -> bool) -> Option<&'a Record> {
-        let right = self.0.iter().filter(|record| record.ok && among(&record.provider));
-        let valued = right.filter(|record| record.value.is_some());
-        valued
-            .min_by(|a, b| a.value.unwrap_or(f64::MAX).total_cmp(&b.value.unwrap_or(f64::MAX)))
-            .copied()
+    /// Ours, if it is right. With a table made beforehand it has a column, but is not compared:
+    /// peers make their angles in each call.
+    fn ours(&self) -> Option<&'a Record> {
+        self.get("fuselane").filter(|record| record.ok)
     }
 
-    /// The best peer's value over ours: above 1 where we are ahead.
+    /// The least value of the others whose results are right.
+    fn best_peer(&self) -> Option<f64> {
+        let ours = ["fuselane", "fuselane_table", "copy"];
+        let peers = self.0.iter().filter(|record| !ours.contains(&record.provider.as_str()));
+        peers.filter(|record| record.ok).filter_map(|record| record.value).min_by(f64::total_cmp)
+    }
+
+    /// The best peer's value over ours: above 1 where we are ahead. None for the identity, which
+    /// has nothing to do.
     fn ratio(&self) -> Option<f64> {
-        let (ours, peer) = (self.best(is_ours)?.value?, self.best(is_peer)?.value?);
-        (ours > 0.0).then(|| peer / ours)
+        let ours = self.ours()?;
+        let work = if ours.metric == Metric::Speed { ours.bytes } else { ours.least_bytes };
+        let (ours, peer) = (ours.value?, self.best_peer()?);
+        (ours > 0.0 && work != Some(0)).then(|| peer / ours)
     }
 }
 
@@ -104,6 +107,7 @@ pub(super) fn render(
         heads.iter().zip(&widths).map(|(head, &width)| format!("{head:>width$}")).collect();
     let _ = writeln!(text, "{FAINT}{}{FAINT:#}", line.join("  "));
 
+    let mut noisy = false;
     let mut notes: BTreeMap<(&str, &str), Vec<usize>> = BTreeMap::new();
     for (&n, row) in &rows {
         let mut cells = vec![(n.to_string(), Style::new())];
@@ -113,16 +117,21 @@ pub(super) fn render(
                 notes.entry((name, &record.note)).or_default().push(n);
             }
             cells.push(match record {
-                Some(Record { ok: true, value: Some(value), .. }) => (number(*value), Style::new()),
+                Some(Record { ok: true, value: Some(value), p20, p80, .. }) => {
+                    let spread = p20.zip(*p80).map_or(0.0, |(p20, p80)| (p80 - p20) / value);
+                    noisy |= spread > NOISY;
+                    let mark = if spread > NOISY { "~" } else { "" };
+                    (number(*value) + mark, Style::new())
+                }
                 Some(Record { ok: false, error: Some(_), .. }) => ("wrong".to_owned(), BEHIND),
                 Some(_) | None => ("-".to_owned(), FAINT),
             });
         }
         cells.push(match row.ratio() {
-            Some(ratio) => (factor(ratio), if ratio >= 1.0 { AHEAD } else { BEHIND }),
+            Some(ratio) => (factor(ratio), if ratio >= MATCH { AHEAD } else { BEHIND }),
             None => ("-".to_owned(), FAINT),
         });
-        let ours = row.best(is_ours);
+        let ours = row.ours();
         let optional = |value: Option<f64>, digits: usize| {
             value.map_or("-".to_owned(), |value| format!("{value:.digits$}"))
         };
@@ -149,6 +158,9 @@ pub(super) fn render(
             .collect();
         let _ = writeln!(text, "{}", line.join("  "));
     }
+    if noisy {
+        let _ = writeln!(text, "  {FAINT}~ noisy: p20 and p80 are far apart{FAINT:#}");
+    }
     for ((provider, note), at) in notes {
         let at: Vec<String> = at.iter().map(usize::to_string).collect();
         let _ = writeln!(text, "  {FAINT}{provider}, n = {}: {note}{FAINT:#}", at.join(", "));
@@ -162,55 +174,13 @@ fn number(value: f64) -> String {
         100.0.. => format!("{value:.1}"),
         10.0.. => format!("{value:.2}"),
         1.0.. => format!("{value:.3}"),
-        _ => format!("{value:.4}"),
+        0.001.. => format!("{value:.4}"),
+        _ => format!("{value:.1e}"),
     }
 }
 
 fn factor(ratio: f64) -> String {
     if ratio < 100.0 { format!("{ratio:.2}x") } else { format!("{ratio:.0}x") }
-}
-
-/// How ours does over all rows, in a few lines.
-pub(super) fn summary(records: &[Record]) -> String {
-    let mut rows: BTreeMap<(Metric, &str, &str, usize, Alloc), Row<'_>> = BTreeMap::new();
-    for record in records {
-        let key = (record.metric, &*record.family, &*record.table, record.n, record.alloc);
-        rows.entry(key).or_insert_with(|| Row(Vec::new())).0.push(record);
-    }
-    let mut text = String::new();
-    for metric in Metric::ALL {
-        let of: Vec<&Row<'_>> =
-            rows.iter().filter(|(key, _)| key.0 == metric).map(|(_, row)| row).collect();
-        // The identity takes no time and no memory: a ratio of two nothings says nothing.
-        let work = |row: &&&Row<'_>| row.0.iter().any(|record| record.bytes.unwrap_or(0) > 0);
-        let ratios: Vec<f64> = of.iter().filter(work).filter_map(|row| row.ratio()).collect();
-        if let Some(mean) = geometric_mean(&ratios) {
-            let ahead = ratios.iter().filter(|&&ratio| ratio >= 1.0).count();
-            let _ = writeln!(
-                text,
-                "{}: ahead of the best peer, or level, in {ahead} of {} rows; geometric mean {}",
-                metric.name(),
-                ratios.len(),
-                factor(mean),
-            );
-        }
-        let mut limits: Vec<f64> =
-            of.iter().filter_map(|row| row.best(is_ours)?.of_copy_limit).collect();
-        limits.sort_unstable_by(f64::total_cmp);
-        if let (Some(least), Some(most)) = (limits.first(), limits.last()) {
-            let middle = limits[limits.len() / 2];
-            let _ = writeln!(
-                text,
-                "{}: of the copy limit {least:.2} to {most:.2}, median {middle:.2}",
-                metric.name(),
-            );
-        }
-    }
-    let wrong = records.iter().filter(|record| !record.ok && record.error.is_some()).count();
-    if wrong > 0 {
-        let _ = writeln!(text, "{BEHIND}{wrong} results are wrong{BEHIND:#}");
-    }
-    text
 }
 
 #[cfg(test)]
@@ -249,6 +219,7 @@ mod tests {
             ok,
             note: if ok { String::new() } else { "off by 9000 ulp".to_owned() },
             calls: 5,
+            again: false,
         }
     }
 
@@ -272,9 +243,6 @@ mod tests {
         );
         assert!(text.contains("torch, n = 256: off by 9000 ulp"), "{text}");
         assert!(text.contains("H100: to/tr"), "{text}");
-        let summary = summary(&records);
-        assert!(summary.contains("1 of 1 rows; geometric mean 2.50x"), "{summary}");
-        assert!(summary.contains("1 results are wrong"), "{summary}");
     }
 
     #[test]
@@ -290,7 +258,7 @@ mod tests {
 
     #[test]
     fn numbers() {
-        let all = [0.01234, 1.2345, 12.345, 123.45].map(number);
-        assert_eq!(all, ["0.0123", "1.234", "12.35", "123.5"]);
+        let all = [0.00001234, 0.01234, 1.2345, 12.345, 123.45].map(number);
+        assert_eq!(all, ["1.2e-5", "0.0123", "1.234", "12.35", "123.5"]);
     }
 }

@@ -1,7 +1,7 @@
 //! Whether a provider's outputs are right: parts of them against the f64 reference.
 //!
-//! Compared are whole slices from both ends of a tensor (a head of a batch entry; rows, for a
-//! norm), which the reference computes by itself, and all of dweight.
+//! Compared are whole slices from both ends of a tensor and from its middle (a head of a batch
+//! entry; rows, for a norm), which the reference computes by itself, and all of dweight.
 //!
 //! An error is counted in ulp of the output's dtype at the larger of the true value and the root
 //! mean square of the output: providers that round between steps are off by some at small values,
@@ -126,13 +126,14 @@ impl Slices<'_> {
         }
     }
 
-    /// The first head of the first batch entry, and the last of the last.
+    /// The first head of the first batch entry, one in the middle, and the last of the last.
     fn heads(&self) -> std::io::Result<Outputs> {
         let case = self.case;
         let d = case.dim;
         let doubled = matches!(case.operator, Operator::Cosine { .. });
         let width = if doubled { 2 * d } else { d };
-        let mut ends = vec![(0, 0), (case.batch - 1, case.heads - 1)];
+        let middle = (case.batch / 2, case.heads / 2);
+        let mut ends = vec![(0, 0), middle, (case.batch - 1, case.heads - 1)];
         ends.dedup();
         let (mut samples, mut values) = (Vec::new(), Vec::new());
         for (batch, head) in ends {
@@ -201,11 +202,11 @@ impl Slices<'_> {
         }
     }
 
-    /// Rows at both ends of a norm; for dweight, all of them, in parallel.
+    /// Rows at both ends and in the middle of a norm; for dweight, all of them, in parallel.
     fn rows(&self) -> std::io::Result<Outputs> {
         let (rows, d) = (self.case.batch * self.n, self.case.dim);
         let count = ROWS.min(rows);
-        let mut starts = vec![0, rows - count];
+        let mut starts = vec![0, (rows - count) / 2, rows - count];
         starts.dedup();
         let mut outputs = Outputs::new();
         let mut keep = |name: &str, start: usize, values: Vec<f64>| {

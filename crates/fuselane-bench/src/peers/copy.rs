@@ -31,6 +31,10 @@ impl Peer for Copy {
         *operator != Operator::Act { act: fuselane::Act::None }
     }
 
+    fn can_map(&self) -> bool {
+        false
+    }
+
     fn memory_factor(&self) -> f64 {
         1.0
     }

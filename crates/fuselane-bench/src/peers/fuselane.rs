@@ -51,14 +51,7 @@ impl Library for Fuselane {
             Operator::Cosine { axes, .. } => vec![job.n; axes as usize],
             _ => Vec::new(),
         };
-        let table = match job.operator {
-            Operator::Cosine { .. } if self.table => {
-                let features = inputs.need("x")?.shape()[3];
-                Some(AngleTable::for_grid(inputs.need("theta")?, features, &grid, job.dtype.0)?)
-            }
-            _ => None,
-        };
-        Ok(Box::new(Prepared { job: job.clone(), inputs, grid, table }))
+        Ok(Box::new(Prepared { job: job.clone(), inputs, grid, table: self.table }))
     }
 
     fn trim(&self) {
@@ -71,24 +64,36 @@ struct Prepared {
     inputs: Inputs,
     /// The grid of a cosine encoding.
     grid: Vec<usize>,
-    table: Option<AngleTable>,
+    /// Angles come from a table, which is made before the call and counts as memory.
+    table: bool,
 }
 
 impl Loaded for Prepared {
     fn call(&self) -> Result<Box<dyn Call + '_>, Fault> {
-        let mut call =
-            Ours { of: self, outputs: Vec::new(), kept: Kept { o: None, statistics: Vec::new() } };
+        let table = match self.job.operator {
+            Operator::Cosine { .. } if self.table => {
+                let features = self.inputs.need("x")?.shape()[3];
+                let theta = self.inputs.need("theta")?;
+                Some(AngleTable::for_grid(theta, features, &self.grid, self.job.dtype.0)?)
+            }
+            _ => None,
+        };
+        let kept = Kept { table, o: None, statistics: None };
+        let mut call = Ours { of: self, outputs: Vec::new(), kept };
         if self.job.mode == Mode::Bwd {
-            call.kept = self.keep()?;
+            let mut outputs = Vec::new();
+            call.kept.statistics = self.forward(&call.kept, &mut outputs)?;
+            call.kept.o = outputs.pop().map(|(_, o)| o);
         }
         Ok(Box::new(call))
     }
 }
 
-/// What a backward needs of its forward.
+/// What there is besides inputs and outputs: a table, and what a backward needs of its forward.
 struct Kept {
+    table: Option<AngleTable>,
     o: Option<Buffer>,
-    statistics: Vec<Buffer>,
+    statistics: Option<Buffer>,
 }
 
 struct Ours<'a> {
@@ -104,8 +109,8 @@ impl Call for Ours<'_> {
             self.outputs.clear();
         }
         match self.of.job.mode {
-            Mode::Fwd => self.of.forward(&mut self.outputs).map(drop),
-            Mode::Bwd => self.of.backward(&mut self.kept, &mut self.outputs),
+            Mode::Fwd => self.of.forward(&self.kept, &mut self.outputs).map(drop),
+            Mode::Bwd => self.of.backward(&self.kept, &mut self.outputs),
         }
     }
 
@@ -113,10 +118,11 @@ impl Call for Ours<'_> {
         match self.outputs.iter().find(|(name, _)| *name == output) {
             Some((_, buffer)) => tensor::sample(buffer, samples),
             // The identity gives back what it was given.
-            None => {
+            None if self.of.job.operator == (Operator::Act { act: Act::None }) => {
                 let name = if output == "o" { "x" } else { "grad" };
                 self.of.inputs.sample(name, samples)
             }
+            None => Err(Fault::Failed(format!("there is no output {output}"))),
         }
     }
 }
@@ -139,8 +145,8 @@ fn output<'a>(
 }
 
 impl Prepared {
-    fn angles(&self) -> Result<Angles<'_>, Fault> {
-        match &self.table {
+    fn angles<'a>(&'a self, kept: &'a Kept) -> Result<Angles<'a>, Fault> {
+        match &kept.table {
             Some(table) => Ok(table.into()),
             None => Ok(self.inputs.need("theta")?.into()),
         }
@@ -159,15 +165,12 @@ impl Prepared {
         }
     }
 
-    /// The forward's output and, for a norm, its statistics.
-    fn keep(&self) -> Result<Kept, Fault> {
-        let mut outputs = Vec::new();
-        let statistics = self.forward(&mut outputs)?;
-        Ok(Kept { o: outputs.pop().map(|(_, o)| o), statistics: statistics.into_iter().collect() })
-    }
-
     /// Writes o, and gives the statistics of a norm.
-    fn forward(&self, outputs: &mut Vec<(&'static str, Buffer)>) -> Result<Option<Buffer>, Fault> {
+    fn forward(
+        &self,
+        kept: &Kept,
+        outputs: &mut Vec<(&'static str, Buffer)>,
+    ) -> Result<Option<Buffer>, Fault> {
         let (x, dtype) = (self.inputs.need("x")?, self.job.dtype.0);
         let mut shape = x.shape().to_vec();
         if let (Operator::Cosine { .. }, Some(last)) = (self.job.operator, shape.last_mut()) {
@@ -180,9 +183,9 @@ impl Prepared {
         match self.job.operator {
             Operator::Act { act } => act.forward_into(x, o)?,
             Operator::Softmax { dim } => Softmax::over(dim).forward_into(x, o)?,
-            Operator::Rotate { .. } => self.rotate().forward_into(x, self.angles()?, o)?,
+            Operator::Rotate { .. } => self.rotate().forward_into(x, self.angles(kept)?, o)?,
             Operator::Cosine { extra, .. } => {
-                self.cosine(extra).forward_into(x, self.angles()?, o)?;
+                self.cosine(extra).forward_into(x, self.angles(kept)?, o)?;
             }
             Operator::Normalize { .. } => {
                 let rows = [&shape[..shape.len() - 1], &[1]].concat();
@@ -217,7 +220,7 @@ impl Prepared {
 
     fn backward(
         &self,
-        kept: &mut Kept,
+        kept: &Kept,
         outputs: &mut Vec<(&'static str, Buffer)>,
     ) -> Result<(), Fault> {
         let (x, grad) = (self.inputs.need("x")?, self.inputs.need("grad")?);
@@ -237,7 +240,7 @@ impl Prepared {
                     output(outputs, name, dtype, shape)?;
                 }
             }
-            let rstd = kept.statistics.first().ok_or_else(missing)?.view();
+            let rstd = kept.statistics.as_ref().ok_or_else(missing)?.view();
             let mut call = NormalizeBackward {
                 weight: self.inputs.get("weight"),
                 gate: self.inputs.get("gate"),
@@ -267,7 +270,7 @@ impl Prepared {
             Operator::Rotate { .. } => self.rotate().backward_into(RotateBackward {
                 x: point,
                 grad,
-                angles: self.angles()?,
+                angles: self.angles(kept)?,
                 dx: Some(dx),
                 dtheta: None,
             })?,
@@ -275,7 +278,7 @@ impl Prepared {
                 self.cosine(extra).backward_into(CosineBackward {
                     x: point,
                     grad,
-                    angles: self.angles()?,
+                    angles: self.angles(kept)?,
                     dx: Some(dx),
                     dtheta: None,
                 })?;

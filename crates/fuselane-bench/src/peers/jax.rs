@@ -15,6 +15,10 @@ impl Peer for Jax {
         python::worker(self.name(), "jax", start)
     }
 
+    fn can_map(&self) -> bool {
+        false
+    }
+
     fn memory_factor(&self) -> f64 {
         4.0
     }

@@ -40,6 +40,11 @@ pub(crate) trait Peer {
         true
     }
 
+    /// Whether inputs that are mapped from files take none of its own memory.
+    fn can_map(&self) -> bool {
+        true
+    }
+
     /// Roughly what a call takes at its peak, in multiples of its inputs and outputs.
     fn memory_factor(&self) -> f64;
 }

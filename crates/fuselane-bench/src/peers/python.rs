@@ -20,8 +20,9 @@ const SCRIPTS: [(&str, &str); 4] = [
 /// Settings of glibc's allocator by which freed outputs are kept and used again: large blocks come
 /// from the heap rather than from mappings, the heap does not shrink, all threads share it, and
 /// scraps beside a freed block join it at once (the cache per thread holds them back, and the next
-/// block of the same size does not fit where the last one was).
-const REUSE: &str = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776:\
+/// block of the same size does not fit where the last one was). Huge pages are asked for, as
+/// fuselane's pool does.
+pub(super) const REUSE: &str = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776:\
                      glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0";
 
 /// The command that starts the worker of a provider of a library.

@@ -12,8 +12,10 @@ use crate::record::{Record, Run};
 
 /// The provider of the copy limit, which is not a peer.
 pub(crate) const COPY: &str = "copy";
-/// Ours: of both, the better one counts.
-pub(crate) const OURS: [&str; 2] = ["fuselane", "fuselane_table"];
+/// Ours, in ratios: with a table that was made beforehand it has a column of its own, but peers make
+/// their angles in each call.
+const OURS: &str = "fuselane";
+const WITH_TABLE: &str = "fuselane_table";
 /// The order of columns. Providers that are not named here come behind, by name.
 const ORDER: [&str; 7] =
     ["fuselane", "fuselane_table", "unfused", "candle", "torch", "torch_compile", "jax"];
@@ -88,7 +90,12 @@ impl<'a> Cell<'a> {
 }
 
 pub(crate) fn is_ours(provider: &str) -> bool {
-    OURS.contains(&provider)
+    [OURS, WITH_TABLE].contains(&provider)
+}
+
+/// A cell without a value, in a word: outputs that were compared and are wrong are not timed.
+pub(crate) fn failure(record: &Record) -> &'static str {
+    if record.error.is_some() { "wrong" } else { "failed" }
 }
 
 /// How many times as good `ours` is as `peer`, where less is better. Two zeros are equal.
@@ -119,9 +126,9 @@ impl Row {
         right.min_by(|a, b| a.1.total_cmp(&b.1))
     }
 
-    /// Our better provider and its value.
+    /// Our provider and its value.
     pub(crate) fn ours(&self) -> Option<(&str, f64)> {
-        self.best(is_ours)
+        self.best(|provider| provider == OURS)
     }
 
     /// The best of the others whose results are right.
@@ -141,7 +148,7 @@ impl Row {
 
     /// We took part and a peer has a right result, whether or not we have one.
     fn is_compared(&self) -> bool {
-        self.cells.keys().any(|provider| is_ours(provider)) && self.best_peer().is_some()
+        self.cells.contains_key(OURS) && self.best_peer().is_some()
     }
 
     /// The copy limit's time over ours.
@@ -152,8 +159,10 @@ impl Row {
 
     /// A call that has nothing to do, such as the identity: its time is that of a call as such.
     pub(crate) fn is_idle(&self) -> bool {
-        let speed = |record: &Record| record.metric == Metric::Speed;
-        self.cells.values().any(|record| speed(record) && record.bytes == Some(0))
+        self.cells.values().any(|record| match record.metric {
+            Metric::Speed => record.bytes == Some(0),
+            Metric::Memory => record.least_bytes == Some(0),
+        })
     }
 
     /// Memory: the inputs and the least that has to exist beyond them, in MiB.
@@ -371,11 +380,11 @@ fn table(records: Vec<Record>) -> Table {
 /// How some rows came out against the best peer.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Summary {
-    /// Rows where a peer has a right result.
+    /// Rows where a peer has a right result, without idle calls.
     pub(crate) rows: usize,
     /// Of these, where we match or beat the best peer.
     pub(crate) won: usize,
-    /// The geometric mean of best peer over ours, and its range, without idle calls.
+    /// The geometric mean of best peer over ours, and its range.
     pub(crate) mean: Option<f64>,
     pub(crate) range: Option<(f64, f64)>,
     /// The median share of the copy limit.
@@ -384,13 +393,12 @@ pub(crate) struct Summary {
 
 impl Summary {
     fn of<'a>(rows: impl Iterator<Item = &'a Row>) -> Option<Self> {
-        let rows: Vec<_> = rows.filter(|row| row.is_compared()).collect();
+        let rows: Vec<_> = rows.filter(|row| row.is_compared() && !row.is_idle()).collect();
         let won = rows.iter().filter(|row| row.ratio().is_some_and(|ratio| ratio >= MATCH));
-        let busy = || rows.iter().filter(|row| !row.is_idle());
-        let ratios = busy().filter_map(|row| row.ratio());
+        let ratios = rows.iter().filter_map(|row| row.ratio());
         let mut ratios: Vec<f64> = ratios.filter(|r| r.is_finite() && *r > 0.0).collect();
         ratios.sort_by(f64::total_cmp);
-        let mut shares: Vec<f64> = busy().filter_map(|row| row.of_copy_limit()).collect();
+        let mut shares: Vec<f64> = rows.iter().filter_map(|row| row.of_copy_limit()).collect();
         shares.sort_by(f64::total_cmp);
         (!rows.is_empty()).then(|| Self {
             rows: rows.len(),

@@ -71,7 +71,7 @@ fn versions(run: &Run) -> String {
 
 /// The command that measured. A report may be published, so it names no folder of the machine.
 pub(crate) fn command(run: &Run) -> String {
-    let mut command = "fuselane".to_owned();
+    let mut command = "fuselane bench".to_owned();
     for argument in &run.arguments {
         let (option, value) = match argument.split_once('=') {
             Some((option, value)) if option.starts_with('-') => (format!("{option}="), value),

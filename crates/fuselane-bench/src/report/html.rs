@@ -9,7 +9,9 @@ use serde_json::json;
 use super::chart;
 use super::colour::{self, AXIS, BACKGROUND, GRID, LIMIT, TEXT};
 use super::compare::{Comparison, Verdict};
-use super::data::{COPY, Cell, MATCH, Row, RunData, Table, digits, is_ours, percent, times};
+use super::data::{
+    COPY, Cell, MATCH, Row, RunData, Table, digits, failure, is_ours, percent, times,
+};
 use super::facts;
 use super::markdown;
 use crate::case::{Metric, Mode};
@@ -188,8 +190,8 @@ fn summary(html: &mut String, data: &RunData) {
     }
     html.push_str(
         "<p class=\"hint\">Ratios are best peer over ours: above 1, fuselane is better. A match is \
-         a ratio that rounds to 1.00. Calls that have nothing to do (the identity) count as rows, \
-         but not in mean and range.</p></section>\n",
+         a ratio that rounds to 1.00. Calls that have nothing to do (the identity) are not \
+         counted.</p></section>\n",
     );
 }
 
@@ -486,7 +488,7 @@ fn card(
                     (None, Cell::Wrong(_, value)) => {
                         format!("{} {}, wrong", digits(value), table.unit)
                     }
-                    (None, Cell::Failed(_)) => "failed".to_owned(),
+                    (None, Cell::Failed(record)) => failure(record).to_owned(),
                     (None, _) => "–".to_owned(),
                 })
                 .collect();
@@ -609,7 +611,7 @@ fn value_cell(
         Cell::Wrong(_, value) => {
             ("wrong", format!("<s>{}</s><span class=\"unseen\"> wrong</span>", digits(value)))
         }
-        Cell::Failed(_) => ("failed", "failed".to_owned()),
+        Cell::Failed(record) => ("failed", failure(record).to_owned()),
     };
     let ours = if is_ours(provider) { " ours" } else { "" };
     let _ = write!(html, "<td data-p=\"{key}\" class=\"{class}{ours}\"{title}>{shown}</td>");

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use super::compare::Comparison;
-use super::data::{COPY, Cell, RunData, Summary, Table, digits, percent, times};
+use super::data::{COPY, Cell, RunData, Summary, Table, digits, failure, percent, times};
 use super::facts;
 use crate::case::{Metric, Mode};
 use crate::record::Run;
@@ -84,7 +84,7 @@ fn one_table(text: &mut String, table: &Table) {
                 Cell::Absent => "–".to_owned(),
                 Cell::Right(_, value) => digits(value),
                 Cell::Wrong(_, value) => format!("~~{}~~ wrong", digits(value)),
-                Cell::Failed(_) => "failed".to_owned(),
+                Cell::Failed(record) => failure(record).to_owned(),
             };
             if let Some(note) = cell.note() {
                 let note = format!("{}: {}", escape(provider), escape(note));
@@ -209,7 +209,7 @@ pub(crate) fn summary(data: &RunData) -> String {
     text.push_str(
         "Ratios are best peer over ours, above 1 where fuselane is better; the mean is geometric. \
          A match is a ratio that rounds to 1.00. Calls that have nothing to do (the identity) \
-         count as rows, but not in mean and range.\n\n",
+         are not counted.\n\n",
     );
     facts(&mut text, &data.run);
     let _ = writeln!(

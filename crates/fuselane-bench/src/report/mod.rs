@@ -18,6 +18,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use crate::case::Metric;
 use data::RunData;
 
 /// What the summary in the README stands between.
@@ -64,6 +65,27 @@ pub(crate) fn write(folder: &Path) -> Result<PathBuf, String> {
     write_report(&[RunData::load(folder)?], folder)
 }
 
+/// How the run whose folder this is came out, in a few lines.
+pub(crate) fn brief(folder: &Path) -> Result<String, String> {
+    let data = RunData::load(folder)?;
+    let mut text = String::new();
+    for metric in Metric::ALL {
+        let Some(summary) = data.summary(|table| table.metric == metric) else { continue };
+        let mean = summary.mean.map_or("-".to_owned(), data::times);
+        text += &format!(
+            "{}: ours matches or beats the best peer in {} of {} rows; geometric mean {mean}x",
+            metric.name(),
+            summary.won,
+            summary.rows,
+        );
+        if let Some(share) = summary.of_copy_limit {
+            text += &format!("; {} of the copy limit (median)", data::percent(share));
+        }
+        text.push('\n');
+    }
+    Ok(text)
+}
+
 /// The report of the last run, compared with the first if there are several.
 fn write_report(runs: &[RunData], out: &Path) -> Result<PathBuf, String> {
     let (first, last) = (&runs[0], &runs[runs.len() - 1]);
@@ -104,18 +126,13 @@ fn read_readme(path: &Path) -> Result<String, String> {
 }
 
 fn write_readme(path: &Path, text: &str, data: &RunData, pictures: &Path) -> Result<(), String> {
-    let mut block = String::new();
     let picture =
         picture::draw(data).map_err(|error| format!("cannot draw the summary: {error}"))?;
     if let Some(picture) = picture {
         file::folder(pictures)?;
         file::write(&pictures.join("summary.svg"), &picture)?;
-        block.push_str(
-            "![How many times as fast as each peer fuselane is](docs/benchmarks/summary.svg)\n\n",
-        );
     }
-    block.push_str(&markdown::summary(data));
-    file::write(path, &replace_block(text, &block)?)
+    file::write(path, &replace_block(text, &markdown::summary(data))?)
 }
 
 /// The text with what is between the markers replaced.
