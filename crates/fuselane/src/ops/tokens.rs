@@ -452,7 +452,16 @@ struct Plan<'a, R: Real> {
 }
 
 /// Bytes of one batch entry that are worked on with one set of angles: enough for the hardware to
-/// stream, little enough that the angles stay in the first-level cache.
+/// stream, little enough that the angles, four times as many bytes for bf16, stay in the first-level
+/// cache with the rows at hand and those that are asked for ahead.
+///
+/// Measured in memory, GB/s of one thread, best of three runs, bf16, batch 12, 12 heads of 128
+/// features (for rotate a tile is at least a token, 3072 bytes):
+///
+/// | bytes | 2048 | 4096 | 8192 | 16384 |
+/// |---|---|---|---|---|
+/// | rotate, forward / backward | 16.3 / 15.7 | 16.3 / 16.3 | 16.0 / 15.9 | 13.9 / 14.3 |
+/// | cosine, forward / backward | 15.8 / 14.5 | 15.9 / 13.7 | 13.1 / 11.8 | 10.8 / 12.1 |
 const TILE_BYTES: usize = 4096;
 
 /// A tile of tokens with all their heads.
@@ -612,6 +621,7 @@ impl<E: Encoding, R: Real> Walk<'_, '_, E, R> {
                     if per_batch {
                         tables.fill::<L>(angles, batch, tokens.clone(), h0..h1);
                     }
+                    // One patch ahead is enough: two to four were no faster.
                     let next = if batch + 1 < plan.batch {
                         [from, batch + 1, h0]
                     } else if h1 < plan.heads {
