@@ -11,6 +11,7 @@ use std::ops::Range;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::parallel;
+use crate::simd::MAX_LANES;
 use crate::view::{MAX_RANK, View, ViewMut};
 
 /// A named argument.
@@ -150,6 +151,177 @@ impl<T: Element> RunMut<'_, T> {
             std::slice::from_raw_parts_mut(p, self.len)
         }
     }
+}
+
+/// Which rows (of [`Rows`] of three dimensions) make a patch: those of one index of the second
+/// dimension, and of some neighbouring ones of the first and of the last.
+#[derive(Clone, Copy)]
+pub(crate) struct Patch {
+    /// The index of the first row.
+    pub(crate) first: [usize; 3],
+    /// Rows along the first and along the last dimension.
+    pub(crate) rows: [usize; 2],
+    /// The first index of the patch that comes next, as far as is known; it may lie anywhere.
+    pub(crate) next: [usize; 3],
+}
+
+/// Rows of one input at equal distances along two dimensions.
+#[derive(Clone, Copy)]
+pub(crate) struct Grid<'r, T: Element> {
+    base: *const T,
+    /// Bytes from row to row.
+    steps: [isize; 2],
+    rows: [usize; 2],
+    len: usize,
+    /// Bytes from a row to its counterpart in the patch that comes next.
+    ahead: isize,
+    memory: PhantomData<&'r [T]>,
+}
+
+/// Rows of one output at equal distances along two dimensions.
+pub(crate) struct GridMut<'r, T: Element> {
+    base: *mut T,
+    /// Bytes from row to row.
+    steps: [isize; 2],
+    rows: [usize; 2],
+    len: usize,
+    memory: PhantomData<&'r mut [T]>,
+}
+
+impl<'r, T: Element> Grid<'r, T> {
+    /// Scratch that holds `rows` rows of `len` numbers, one after the other.
+    #[inline(always)]
+    pub(crate) fn dense(scratch: &'r [T], rows: [usize; 2], len: usize) -> Self {
+        Self::strided(scratch, rows, [rows[1] * len, len], len)
+    }
+
+    /// Rows of `len` numbers of scratch, with these steps between them.
+    #[inline(always)]
+    pub(crate) fn strided(
+        scratch: &'r [T],
+        rows: [usize; 2],
+        steps: [usize; 2],
+        len: usize,
+    ) -> Self {
+        let last = rows.map(|rows| rows.saturating_sub(1));
+        assert!(last[0] * steps[0] + last[1] * steps[1] + len <= scratch.len());
+        let steps = steps.map(|step| (step * size_of::<T>()) as isize);
+        Self { base: scratch.as_ptr(), steps, rows, len, ahead: 0, memory: PhantomData }
+    }
+
+    /// The columns from `start` on, `len` of them, as rows of their own.
+    #[inline(always)]
+    pub(crate) fn narrow(self, start: usize, len: usize) -> Self {
+        assert!(start + len <= self.len);
+        Self { base: self.base.wrapping_add(start), len, ..self }
+    }
+
+    /// Cuts the rows at three columns.
+    #[inline(always)]
+    pub(crate) fn cut(self, [a, b, c]: [usize; 3]) -> [Self; 4] {
+        let len = self.len;
+        [self.narrow(0, a), self.narrow(a, b - a), self.narrow(b, c - b), self.narrow(c, len - c)]
+    }
+
+    /// Rows along each of the two dimensions.
+    #[inline(always)]
+    pub(crate) fn rows(&self) -> [usize; 2] {
+        self.rows
+    }
+
+    /// The length of each row.
+    #[inline(always)]
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// A row.
+    #[inline(always)]
+    pub(crate) fn row(&self, i: usize, j: usize) -> &'r [T] {
+        assert!(i < self.rows[0] && j < self.rows[1]);
+        // SAFETY: `Part::input` made this of rows that its part owns, and this is one of them; or
+        // `dense` of a slice that holds them. An absent operand has dangling rows of no length,
+        // with steps of 0.
+        unsafe { std::slice::from_raw_parts(at(self.base, self.steps, i, j), self.len) }
+    }
+
+    /// The whole blocks of a row.
+    #[inline(always)]
+    pub(crate) fn blocks(&self, i: usize, j: usize) -> &'r [[T; MAX_LANES]] {
+        self.row(i, j).as_chunks().0
+    }
+
+    /// Asks for the cache lines of a row's counterpart in the patch that comes next.
+    #[inline(always)]
+    pub(crate) fn prefetch_next<L: crate::simd::Lanes>(&self, i: usize, j: usize) {
+        if self.ahead == 0 {
+            return;
+        }
+        let p = at(self.base, self.steps, i, j).wrapping_byte_offset(self.ahead).cast::<u8>();
+        for line in 0..(self.len * size_of::<T>()).div_ceil(64) {
+            L::prefetch(p.wrapping_add(line * 64));
+        }
+    }
+}
+
+impl<'r, T: Element> GridMut<'r, T> {
+    /// Cuts the rows in two at a column.
+    #[inline(always)]
+    pub(crate) fn split_at(self, column: usize) -> [Self; 2] {
+        assert!(column <= self.len);
+        let Self { base, steps, rows, len, memory } = self;
+        let (second, rest) = (base.wrapping_add(column), len - column);
+        // Rows of an output do not overlap, and columns neither.
+        [
+            Self { base, steps, rows, len: column, memory },
+            Self { base: second, steps, rows, len: rest, memory },
+        ]
+    }
+
+    /// Cuts the rows at three columns.
+    #[inline(always)]
+    pub(crate) fn cut(self, [a, b, c]: [usize; 3]) -> [Self; 4] {
+        let [first, rest] = self.split_at(a);
+        let [second, rest] = rest.split_at(b - a);
+        let [third, last] = rest.split_at(c - b);
+        [first, second, third, last]
+    }
+
+    /// Scratch that holds `rows` rows of `len` numbers, one after the other.
+    #[inline(always)]
+    pub(crate) fn dense(scratch: &'r mut [T], rows: [usize; 2], len: usize) -> Self {
+        let Grid { steps, .. } = Grid::dense(scratch, rows, len);
+        Self { base: scratch.as_mut_ptr(), steps, rows, len, memory: PhantomData }
+    }
+
+    /// A row.
+    #[inline(always)]
+    pub(crate) fn row(&mut self, i: usize, j: usize) -> &mut [T] {
+        assert!(i < self.rows[0] && j < self.rows[1]);
+        // SAFETY: as for `Grid::row`; the borrow of `self` keeps two from being held at once.
+        unsafe {
+            std::slice::from_raw_parts_mut(at(self.base, self.steps, i, j).cast_mut(), self.len)
+        }
+    }
+
+    /// The whole blocks of a row.
+    #[inline(always)]
+    pub(crate) fn blocks(&mut self, i: usize, j: usize) -> &mut [[T; MAX_LANES]] {
+        self.row(i, j).as_chunks_mut().0
+    }
+
+    /// The length of each row.
+    #[inline(always)]
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+}
+
+/// Where a row of a grid begins.
+#[inline(always)]
+fn at<T>(base: *const T, steps: [isize; 2], i: usize, j: usize) -> *const T {
+    // The steps of operands without elements are 0, so that this cannot overflow.
+    base.wrapping_byte_offset(i as isize * steps[0] + j as isize * steps[1])
 }
 
 /// What [`Rows::new`] takes.
@@ -654,32 +826,42 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize> Part<
         Some(runs)
     }
 
-    /// The row at an index of three dimensions (of [`Rows`] with just three), if it is in this
-    /// part.
+    /// The rows of an input that are in a patch, all of which have to be in this part.
     #[inline(always)]
-    pub(crate) fn at<T: Element>(&mut self, index: [usize; 3]) -> Option<Row<'_, T, I, O, SI, SO>> {
-        let shape = &self.rows.shape;
-        let inside = index.iter().zip(&shape[..3]).all(|(i, size)| i < size);
-        let row = (index[0] * shape[1] + index[1]) * shape[2] + index[2];
-        if !inside || self.rows.rank != 3 || row < self.range.start || row >= self.range.end {
-            return None;
+    pub(crate) fn input<T: Element>(&self, i: usize, patch: &Patch) -> Grid<'r, T> {
+        self.check_patch::<T>(patch);
+        let o = &self.rows.inputs[i];
+        let mut ahead = 0isize;
+        for d in 0..3 {
+            let steps = (patch.next[d] as isize).wrapping_sub(patch.first[d] as isize);
+            ahead = ahead.wrapping_add(steps.wrapping_mul(o.steps[d]));
         }
-        // SAFETY: the row was just found within `range`, which this part owns.
-        Some(unsafe { self.row_at(&index) })
+        let (base, len) = self.rows.place(o, &patch.first);
+        let (base, steps) = (base.cast_const().cast(), [o.steps[0], o.steps[2]]);
+        Grid { base, steps, rows: patch.rows, len, ahead, memory: PhantomData }
     }
 
-    /// Asks for the cache lines of input `i` at an index of three dimensions, which may lie
-    /// anywhere.
+    /// The rows of an output that are in a patch, all of which have to be in this part.
     #[inline(always)]
-    pub(crate) fn prefetch<L: crate::simd::Lanes>(&self, i: usize, index: [usize; 3]) {
-        let o = &self.rows.inputs[i];
-        let mut p = o.base.cast_const();
-        for (&i, &step) in index.iter().zip(&o.steps) {
-            p = p.wrapping_offset(step.wrapping_mul(i as isize));
-        }
-        for line in 0..(o.len * o.size).div_ceil(64) {
-            L::prefetch(p.wrapping_add(line * 64));
-        }
+    pub(crate) fn output<T: Element>(&mut self, i: usize, patch: &Patch) -> GridMut<'_, T> {
+        self.check_patch::<T>(patch);
+        let o = &self.rows.outputs[i];
+        let (base, len) = self.rows.place(o, &patch.first);
+        let (base, steps) = (base.cast(), [o.steps[0], o.steps[2]]);
+        GridMut { base, steps, rows: patch.rows, len, memory: PhantomData }
+    }
+
+    #[inline(always)]
+    fn check_patch<T: Element>(&self, patch: &Patch) {
+        let (dtype, shape) = (self.rows.dtype, &self.rows.shape);
+        assert!(T::DTYPE == dtype, "rows of {dtype} taken as {}", T::DTYPE);
+        let Patch { first: [a, b, c], rows: [outer, inner], .. } = *patch;
+        assert!(self.rows.rank == 3 && outer > 0 && inner > 0);
+        assert!(a + outer <= shape[0] && b < shape[1] && c + inner <= shape[2]);
+        // Every row of the patch lies between its first and its last one.
+        let first = (a * shape[1] + b) * shape[2] + c;
+        let last = ((a + outer - 1) * shape[1] + b) * shape[2] + c + inner - 1;
+        assert!(self.range.start <= first && last < self.range.end);
     }
 
     /// # Safety

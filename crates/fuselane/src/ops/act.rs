@@ -358,10 +358,7 @@ impl Kernel for Backward<'_> {
     }
 }
 
-/// Runs over rows that other operators have at hand, in functions of their own: with nine
-/// activations each, one copy for each element type is enough.
-///
-/// `y = f(x)`, in index order.
+/// `y = f(x)`, in index order, in a function of its own.
 #[inline(always)]
 pub(crate) fn values<L, T>(act: Act, x: &[T], y: &mut [T::Real])
 where
@@ -390,39 +387,6 @@ where
         }
     }
     L::enter(Values { act, x, y, lanes: PhantomData::<L> });
-}
-
-/// `dx = g * f'(x)`, where `g` is in index order.
-#[inline(always)]
-pub(crate) fn pull_back<L, T>(act: Act, x: &[T], g: &[T::Real], dx: &mut [T], stream: bool)
-where
-    T: Element,
-    L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
-{
-    struct PullBack<'a, L, T: Element> {
-        act: Act,
-        x: &'a [T],
-        g: &'a [T::Real],
-        dx: &'a mut [T],
-        stream: bool,
-        lanes: PhantomData<L>,
-    }
-    impl<L, T> Task for PullBack<'_, L, T>
-    where
-        T: Element,
-        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
-    {
-        type Output = ();
-        #[inline(always)]
-        fn run(self) {
-            let (Self { act, x, g, dx, stream, .. }, zero) = (self, Real::of(0.0));
-            specialized!(act => for i in (0..x.len()).step_by(L::N) {
-                let (x, g): (L, L) = (L::read(x, i, zero), L::read(g, i, zero));
-                act.pull_back(x, g).write(dx, i, stream);
-            });
-        }
-    }
-    L::enter(PullBack { act, x, g, dx, stream, lanes: PhantomData::<L> });
 }
 
 impl fmt::Display for Act {

@@ -11,14 +11,16 @@
 //! every angle. Sines and cosines are computed tile by tile and used for the whole batch, or
 //! taken from an [`AngleTable`] that a caller made once.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::dtype::{DType, Element, Real, with_real};
 use crate::error::{Error, Result};
 use crate::isa;
 use crate::pool::{same_reals, same_reals_mut};
+use crate::rows::Grid;
 use crate::scratch::Scratch;
-use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory};
+use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory, Task};
 use crate::view::{View, ViewMut};
 
 /// Where each token stands.
@@ -196,8 +198,13 @@ impl Split {
         let mut spread = Scratch::<R>::zeros(self.theta_heads * self.count);
         for (row, spread) in spread.chunks_mut(self.count.max(1)).take(self.theta_heads).enumerate()
         {
-            for (angle, value) in spread.iter_mut().enumerate() {
-                *value = given[row * columns + self.column(angle)];
+            let given = &given[row * columns..(row + 1) * columns];
+            if self.theta_columns == 1 {
+                spread.fill(given[0]);
+                continue;
+            }
+            for spread in spread.chunks_mut(self.per_axis.max(1)) {
+                spread.copy_from_slice(&given[..spread.len()]);
             }
         }
         spread
@@ -591,72 +598,278 @@ fn check_table(
     Ok(())
 }
 
-/// The sines and cosines of the token at hand, for a group of heads; what a thread fills and
-/// kernels lay out as they need it.
-pub(crate) struct TokenAngles<R: Real> {
-    /// `heads` rows of `count`, in index order.
+/// The cosines and sines of a tile of tokens and heads, in register order.
+///
+/// Each angle has one entry, or two for operators that pair neighbours: then the sine of the
+/// first is negated.
+pub(crate) struct Tables<R: Real> {
+    /// Entries for each angle.
+    step: usize,
+    /// Entries of one head, in whole blocks.
+    width: usize,
+    /// Heads with angles of their own in a tile.
+    heads: usize,
     cos: Scratch<R>,
     sin: Scratch<R>,
-    /// The coordinates and first head that they were made for.
-    made_for: Option<([i64; MAX_AXES], usize)>,
+    /// The frequencies as the sines have them, for all rows of theta.
+    frequencies: Scratch<R>,
+    /// Cosines and sines of one head, in index order, on their way from an [`AngleTable`].
+    gathered: Scratch<R>,
+    /// What was filled in last: slot, coordinates, first head.
+    last: Option<(usize, [i64; MAX_AXES], usize)>,
 }
 
-impl<R: Real> TokenAngles<R> {
-    /// Room for `heads` heads.
-    pub(crate) fn new(split: &Split, heads: usize) -> Self {
-        let len = heads * split.count;
-        Self { cos: Scratch::new(len), sin: Scratch::new(len), made_for: None }
+impl<R: Real> Tables<R> {
+    /// Room for a tile of `tokens` and `heads`, with `step` entries for each angle.
+    pub(crate) fn new<L>(plan: &AnglePlan<'_, R>, step: usize, [tokens, heads]: [usize; 2]) -> Self
+    where
+        L: Math + Lanes<Real = R> + Memory<R>,
+    {
+        let Split { theta_heads, count, .. } = plan.split;
+        let width = padded(count * step);
+        let heads = if theta_heads == 1 { 1 } else { heads };
+        let mut frequencies = Scratch::new(0);
+        let mut gathered = Scratch::new(0);
+        match &plan.source {
+            Source::Frequencies(theta) => {
+                frequencies = Scratch::new(theta_heads * width);
+                for head in 0..theta_heads {
+                    let (from, to) = (&theta[head * count..][..count], head * width);
+                    let to = &mut frequencies[to..to + width];
+                    L::enter(LayOut { from, to, step, negated: true, lanes: PhantomData::<L> });
+                }
+            }
+            Source::Table { .. } => gathered = Scratch::new(2 * padded(count)),
+        }
+        let [cos, sin] = [(); 2].map(|()| Scratch::new(tokens * heads * width));
+        Self { step, width, heads, cos, sin, frequencies, gathered, last: None }
     }
 
-    /// Fills in the angles of a token for rows `heads` of theta. What the token before it
-    /// had at the same coordinates is kept.
+    /// Fills in the angles of neighbouring tokens from slot 0 on.
     #[inline(always)]
     pub(crate) fn fill<L>(
         &mut self,
         plan: &AnglePlan<'_, R>,
-        [batch, token]: [usize; 2],
+        batch: usize,
+        tokens: Range<usize>,
         heads: Range<usize>,
     ) where
         L: Math + Lanes<Real = R> + Memory<R>,
     {
-        let split = &plan.split;
-        let at = plan.coordinates(batch, token);
-        for axis in 0..split.axes {
-            let kept = self
-                .made_for
-                .is_some_and(|(before, head)| before[axis] == at[axis] && head == heads.start);
-            if kept {
-                continue;
-            }
-            let range = split.range(axis);
-            for head in heads.clone() {
-                let from = (head - heads.start) * split.count;
-                let place = from + range.start..from + range.end;
-                let (cos, sin) = (&mut self.cos[place.clone()], &mut self.sin[place]);
-                match &plan.source {
-                    Source::Frequencies(theta) => {
-                        let theta = &theta[head * split.count..][range.clone()];
-                        sin_cos::<L>(R::of_integer(at[axis]), theta, cos, sin);
-                    }
-                    Source::Table { axes, cos: all_cos, sin: all_sin } => {
-                        let entry = &axes[axis];
-                        let i = (at[axis] - entry.start) as usize;
-                        let first = entry.first + (i * split.theta_heads + head) * entry.width;
-                        cos.copy_from_slice(&all_cos[first..first + entry.width]);
-                        sin.copy_from_slice(&all_sin[first..first + entry.width]);
-                    }
-                }
-            }
-        }
-        self.made_for = Some((at, heads.start));
+        let heads = if plan.split.theta_heads == 1 { 0..1 } else { heads };
+        let tables = self;
+        L::enter(Fill { tables, plan, batch, tokens, heads, lanes: PhantomData::<L> });
     }
 
-    /// Cosines and sines of one of the heads, in index order.
+    /// Cosines and sines of a patch: `rows` tokens, from a slot on, and heads.
     #[inline(always)]
-    pub(crate) fn head(&self, split: &Split, head: usize) -> (&[R], &[R]) {
-        let range = head * split.count..(head + 1) * split.count;
-        (&self.cos[range.clone()], &self.sin[range])
+    pub(crate) fn rows(
+        &self,
+        plan: &AnglePlan<'_, R>,
+        slot: usize,
+        rows: [usize; 2],
+    ) -> [Grid<'_, R>; 2] {
+        let head = if plan.split.theta_heads == 1 { 0 } else { self.width };
+        let steps = [self.heads * self.width, head];
+        let first = slot * steps[0];
+        let len = plan.split.count * self.step;
+        // One by one: a closure for both would not be inlined.
+        let cos = Grid::strided(&self.cos[first..], rows, steps, padded(len));
+        let sin = Grid::strided(&self.sin[first..], rows, steps, padded(len));
+        [cos, sin]
     }
+
+    /// Where the entries of a head begin.
+    #[inline(always)]
+    fn at(&self, slot: usize, head: usize) -> usize {
+        (slot * self.heads + head) * self.width
+    }
+}
+
+/// Brings one number for each angle, in index order, into the order of the tables.
+struct LayOut<'a, R, L> {
+    from: &'a [R],
+    to: &'a mut [R],
+    step: usize,
+    /// Whether the first of two entries is negated.
+    negated: bool,
+    lanes: PhantomData<L>,
+}
+
+impl<R, L> Task for LayOut<'_, R, L>
+where
+    R: Real,
+    L: Lanes<Real = R> + Memory<R>,
+{
+    type Output = ();
+    #[inline(always)]
+    fn run(self) {
+        let Self { from, to, step, negated, .. } = self;
+        let zero = R::of(0.0);
+        let len = from.len() * step;
+        for i in (0..len).step_by(L::N) {
+            if step == 1 {
+                L::read(from, i, zero).set(to, i);
+                continue;
+            }
+            let mut pairs = [zero; MAX_LANES];
+            for (j, entry) in pairs.iter_mut().enumerate().take(L::N.min(len - i)) {
+                let value = from[(i + j) / 2];
+                *entry = if negated && j % 2 == 0 { -value } else { value };
+            }
+            L::read(&pairs, 0, zero).set(to, i);
+        }
+    }
+}
+
+/// [`Tables::fill`].
+struct Fill<'t, 'p, 'a, R: Real, L> {
+    tables: &'t mut Tables<R>,
+    plan: &'p AnglePlan<'a, R>,
+    batch: usize,
+    tokens: Range<usize>,
+    heads: Range<usize>,
+    lanes: PhantomData<L>,
+}
+
+impl<R, L> Task for Fill<'_, '_, '_, R, L>
+where
+    R: Real,
+    L: Math + Lanes<Real = R> + Memory<R>,
+{
+    type Output = ();
+    #[inline(always)]
+    fn run(mut self) {
+        for (slot, token) in self.tokens.clone().enumerate() {
+            let at = self.plan.coordinates(self.batch, token);
+            match self.plan.source {
+                Source::Frequencies(_) => self.compute(slot, &at),
+                Source::Table { axes, cos, sin } => self.look_up(slot, &at, axes, cos, sin),
+            }
+            self.tables.last = Some((slot, at, self.heads.start));
+        }
+    }
+}
+
+impl<R, L> Fill<'_, '_, '_, R, L>
+where
+    R: Real,
+    L: Math + Lanes<Real = R> + Memory<R>,
+{
+    /// Axis by axis; blocks with angles of several axes one by one.
+    #[inline(always)]
+    fn compute(&mut self, slot: usize, at: &[i64; MAX_AXES]) {
+        let (split, step) = (self.plan.split, self.tables.step);
+        let len = split.count * step;
+        let (mut i, mut axis) = (0, 0);
+        while i < len {
+            while split.range(axis).end * step <= i {
+                axis += 1;
+            }
+            let end = split.range(axis).end * step;
+            let whole =
+                if end == len { len.next_multiple_of(L::N) } else { i + (end - i) / L::N * L::N };
+            if whole == i {
+                let coordinates = mixed::<L>(split, i, step, at);
+                self.sin_cos(slot, i..i + L::N, coordinates);
+                i += L::N;
+                continue;
+            }
+            if !self.keep(slot, i..whole, axis, at) {
+                self.sin_cos(slot, i..whole, L::splat(R::of_integer(at[axis])));
+            }
+            i = whole;
+        }
+    }
+
+    /// Takes over the entries `range`, all of one axis, of the token before, if it stands at
+    /// the same coordinate.
+    #[inline(always)]
+    fn keep(
+        &mut self,
+        slot: usize,
+        range: Range<usize>,
+        axis: usize,
+        at: &[i64; MAX_AXES],
+    ) -> bool {
+        let Some((last, before, head)) = self.tables.last else { return false };
+        if before[axis] != at[axis] || head != self.heads.start {
+            return false;
+        }
+        if last != slot {
+            for head in 0..self.heads.len() {
+                let (from, to) = (self.tables.at(last, head), self.tables.at(slot, head));
+                let from = from + range.start..from + range.end;
+                self.tables.cos.copy_within(from.clone(), to + range.start);
+                self.tables.sin.copy_within(from, to + range.start);
+            }
+        }
+        true
+    }
+
+    /// Cosines and sines of the whole blocks `range` of all heads.
+    #[inline(always)]
+    fn sin_cos(&mut self, slot: usize, range: Range<usize>, coordinate: L) {
+        for head in 0..self.heads.len() {
+            let at = self.tables.at(slot, head);
+            let to = at + range.start..at + range.end;
+            let from = (self.heads.start + head) * self.tables.width;
+            let theta = &self.tables.frequencies[from + range.start..from + range.end];
+            let cos = self.tables.cos[to.clone()].chunks_exact_mut(L::N);
+            let sin = self.tables.sin[to].chunks_exact_mut(L::N);
+            for ((theta, cos), sin) in theta.chunks_exact(L::N).zip(cos).zip(sin) {
+                let (s, c) = coordinate.mul(L::get(theta, 0)).sin_cos();
+                s.set(sin, 0);
+                c.set(cos, 0);
+            }
+        }
+    }
+
+    /// From an [`AngleTable`].
+    #[inline(always)]
+    fn look_up(
+        &mut self,
+        slot: usize,
+        at: &[i64; MAX_AXES],
+        axes: &[Axis],
+        all_cos: &[R],
+        all_sin: &[R],
+    ) {
+        let (split, step, width) = (self.plan.split, self.tables.step, self.tables.width);
+        for head in 0..self.heads.len() {
+            let to = self.tables.at(slot, head);
+            let (cos, sin) = self.tables.gathered.split_at_mut(padded(split.count));
+            let (cos, sin) = (&mut cos[..split.count], &mut sin[..split.count]);
+            for (axis, entry) in axes.iter().enumerate() {
+                let i = (at[axis] - entry.start) as usize;
+                let row = i * split.theta_heads + self.heads.start + head;
+                let first = entry.first + row * entry.width;
+                let range = split.range(axis);
+                cos[range.clone()].copy_from_slice(&all_cos[first..first + entry.width]);
+                sin[range].copy_from_slice(&all_sin[first..first + entry.width]);
+            }
+            let to = to..to + width;
+            let lanes = PhantomData::<L>;
+            let to_cos = &mut self.tables.cos[to.clone()];
+            L::enter(LayOut { from: cos, to: to_cos, step, negated: false, lanes });
+            let to_sin = &mut self.tables.sin[to];
+            L::enter(LayOut { from: sin, to: to_sin, step, negated: true, lanes });
+        }
+    }
+}
+
+/// The coordinates that belong to the entries of the block at `i`.
+#[inline(always)]
+fn mixed<L>(split: Split, i: usize, step: usize, at: &[i64; MAX_AXES]) -> L
+where
+    L: Lanes + Memory<<L as Lanes>::Real>,
+{
+    let mut coordinates = [Real::of(0.0); MAX_LANES];
+    for (j, coordinate) in coordinates.iter_mut().enumerate().take(L::N) {
+        let axis = (i + j) / step / split.per_axis;
+        *coordinate = Real::of_integer(at[axis.min(MAX_AXES - 1)]);
+    }
+    L::read(&coordinates, 0, Real::of(0.0))
 }
 
 /// A length rounded up to whole blocks of lanes.

@@ -18,9 +18,10 @@
 use crate::dtype::{Element, Real};
 use crate::error::Result;
 use crate::ops::angles::{Angles, Placement, Positions};
-use crate::ops::tokens::{self, Call, Encoding, FusedAct, Gradients, TokenLayout};
+use crate::ops::tokens::{self, Call, Encoding, FusedAct, Gradients, Pieces, TokenLayout};
 use crate::pool::Buffer;
-use crate::simd::{Lanes, Math, Memory};
+use crate::rows::{Grid, GridMut};
+use crate::simd::{Access, Lanes, MAX_LANES, Math, Memory};
 use crate::view::{View, ViewMut};
 
 /// Options of the cosine encoding.
@@ -171,9 +172,14 @@ impl Encoding for Waves {
         2 * features
     }
 
+    fn pieces(&self, features: usize) -> Pieces {
+        Pieces::new([features, 0, 0, 0])
+    }
+
+    /// Cosines, sines.
     #[inline(always)]
-    fn table_len(&self) -> usize {
-        self.features
+    fn output_cuts(&self) -> [usize; 3] {
+        [self.features, 2 * self.features, 2 * self.features]
     }
 
     #[inline(always)]
@@ -182,65 +188,99 @@ impl Encoding for Waves {
     }
 
     #[inline(always)]
-    fn lay_out<L>(
+    fn forward<L, S, D>(
         &self,
-        (cos, sin): (&[L::Real], &[L::Real]),
-        (to_cos, to_sin): (&mut [L::Real], &mut [L::Real]),
+        [x, ..]: [Grid<'_, S::Number>; 4],
+        [cos, sin]: [Grid<'_, L::Real>; 2],
+        [o_cos, o_sin, ..]: [GridMut<'_, D::Number>; 4],
+        stream: bool,
     ) where
-        L: Lanes + Memory<<L as Lanes>::Real>,
+        S: Access<L>,
+        D: Access<L>,
+        L: Math,
     {
-        let zero = Real::of(0.0);
-        for i in (0..self.features).step_by(L::N) {
-            L::read(cos, i, zero).set(to_cos, i);
-            L::read(sin, i, zero).set(to_sin, i);
+        let whole = self.features - self.features % MAX_LANES;
+        let [[mut o_cos, mut cos_end], [mut o_sin, mut sin_end]] =
+            [o_cos.split_at(whole), o_sin.split_at(whole)];
+        let [tokens, heads] = x.rows();
+        for i in 0..tokens {
+            for j in 0..heads {
+                x.prefetch_next::<L>(i, j);
+                let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
+                let o = o_cos.blocks(i, j).iter_mut().zip(o_sin.blocks(i, j));
+                for ((x, (cos, sin)), (o_cos, o_sin)) in x.blocks(i, j).iter().zip(table).zip(o) {
+                    for k in (0..MAX_LANES).step_by(L::N) {
+                        let y = S::read(x, k);
+                        D::write(y.mul(L::get(cos, k)), o_cos, k, stream);
+                        D::write(y.mul(L::get(sin, k)), o_sin, k, stream);
+                    }
+                }
+            }
+        }
+        if whole == self.features {
+            return;
+        }
+        for i in 0..tokens {
+            for j in 0..heads {
+                for k in (whole..self.features).step_by(L::N) {
+                    let y = S::read(x.row(i, j), k);
+                    let (cos, sin) = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
+                    D::write(y.mul(cos), cos_end.row(i, j), k - whole, stream);
+                    D::write(y.mul(sin), sin_end.row(i, j), k - whole, stream);
+                }
+            }
         }
     }
 
     #[inline(always)]
-    fn forward<L, S, T>(
+    fn backward<L, S, D>(
         &self,
-        x: &[S],
-        (cos, sin): (&[L::Real], &[L::Real]),
-        o: &mut [T],
+        [g_cos, g_sin, ..]: [Grid<'_, S::Number>; 4],
+        [cos, sin]: [Grid<'_, L::Real>; 2],
+        [dx, ..]: [GridMut<'_, D::Number>; 4],
         stream: bool,
     ) where
-        S: Element<Real = L::Real>,
-        T: Element<Real = L::Real>,
-        L: Math + Memory<S> + Memory<T>,
+        S: Access<L>,
+        D: Access<L>,
+        L: Math,
     {
-        let (o_cos, o_sin) = o.split_at_mut(x.len());
-        for i in (0..x.len()).step_by(L::N) {
-            let y: L = L::read(x, i, Real::of(0.0));
-            y.mul(L::get(cos, i)).write(o_cos, i, stream);
-            y.mul(L::get(sin, i)).write(o_sin, i, stream);
+        let whole = self.features - self.features % MAX_LANES;
+        let [mut dx, mut dx_end] = dx.split_at(whole);
+        let [tokens, heads] = g_cos.rows();
+        for i in 0..tokens {
+            for j in 0..heads {
+                g_cos.prefetch_next::<L>(i, j);
+                g_sin.prefetch_next::<L>(i, j);
+                let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
+                let grad = g_cos.blocks(i, j).iter().zip(g_sin.blocks(i, j));
+                for (((g_cos, g_sin), (cos, sin)), dx) in grad.zip(table).zip(dx.blocks(i, j)) {
+                    for k in (0..MAX_LANES).step_by(L::N) {
+                        let (g_cos, g_sin) = (S::read(g_cos, k), S::read(g_sin, k));
+                        let sum = g_cos.mul_add(L::get(cos, k), g_sin.mul(L::get(sin, k)));
+                        D::write(sum, dx, k, stream);
+                    }
+                }
+            }
         }
-    }
-
-    #[inline(always)]
-    fn backward<L, T, D>(
-        &self,
-        grad: &[T],
-        (cos, sin): (&[L::Real], &[L::Real]),
-        dx: &mut [D],
-        stream: bool,
-    ) where
-        T: Element<Real = L::Real>,
-        D: Element<Real = L::Real>,
-        L: Math + Memory<T> + Memory<D>,
-    {
-        let zero = Real::of(0.0);
-        let (g_cos, g_sin) = grad.split_at(dx.len());
-        for i in (0..dx.len()).step_by(L::N) {
-            let (g_cos, g_sin): (L, L) = (L::read(g_cos, i, zero), L::read(g_sin, i, zero));
-            g_cos.mul_add(L::get(cos, i), g_sin.mul(L::get(sin, i))).write(dx, i, stream);
+        if whole == self.features {
+            return;
+        }
+        for i in 0..tokens {
+            for j in 0..heads {
+                for k in (whole..self.features).step_by(L::N) {
+                    let (cos, sin) = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
+                    let (g_cos, g_sin) = (S::read(g_cos.row(i, j), k), S::read(g_sin.row(i, j), k));
+                    let sum = g_cos.mul_add(cos, g_sin.mul(sin));
+                    D::write(sum, dx_end.row(i, j), k - whole, stream);
+                }
+            }
         }
     }
 
     #[inline(always)]
     fn angle_gradients<L, T>(
         &self,
-        y: &[L::Real],
-        _g: &[L::Real],
+        (y, _, _): (&[L::Real], &[L::Real], [usize; 4]),
         grad: &[T],
         (cos, sin): (&[L::Real], &[L::Real]),
         sums: &mut [L::Real],
@@ -249,12 +289,12 @@ impl Encoding for Waves {
         L: Math + Memory<T> + Memory<<L as Lanes>::Real>,
     {
         let zero = Real::of(0.0);
-        let (g_cos, g_sin) = grad.split_at(y.len());
-        for i in (0..y.len()).step_by(L::N) {
+        let (g_cos, g_sin) = grad.split_at(self.features);
+        for i in (0..self.features).step_by(L::N) {
             let (g_cos, g_sin): (L, L) = (L::read(g_cos, i, zero), L::read(g_sin, i, zero));
             let turn = g_cos.neg_mul_add(L::get(sin, i), g_sin.mul(L::get(cos, i)));
-            let (y, sum): (L, L) = (L::read(y, i, zero), L::read(sums, i, zero));
-            y.mul_add(turn, sum).write(sums, i, false);
+            let sum: L = L::read(sums, i, zero);
+            L::get(y, i).mul_add(turn, sum).write(sums, i, false);
         }
     }
 }

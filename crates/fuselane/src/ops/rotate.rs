@@ -19,9 +19,10 @@
 use crate::dtype::{Element, Real};
 use crate::error::{Error, Result};
 use crate::ops::angles::{Angles, Placement, Positions};
-use crate::ops::tokens::{self, Call, Encoding, FusedAct, Gradients, TokenLayout};
+use crate::ops::tokens::{self, Call, Encoding, FusedAct, Gradients, Pieces, TokenLayout};
 use crate::pool::Buffer;
-use crate::simd::{Lanes, Math, Memory};
+use crate::rows::{Grid, GridMut};
+use crate::simd::{Access, Lanes, MAX_LANES, Math, Memory};
 use crate::view::{View, ViewMut};
 
 /// Which features form a pair.
@@ -212,39 +213,33 @@ impl Rotate<'_> {
             (Pairing::Half, Partial::Pairs) => Some(most),
             (Pairing::Half, Partial::RotaryDim) => Some(pairs),
         };
-        Ok(Rotation { pairs, second })
+        Ok(Rotation { features: d, pairs, second })
     }
 }
 
 /// Which features turn: pair k is (k, k + second), or (2k, 2k + 1) where `second` is `None`.
 #[derive(Clone, Copy)]
 struct Rotation {
+    features: usize,
     pairs: usize,
     second: Option<usize>,
 }
 
 impl Rotation {
-    /// The features of `0..d` that pass through.
+    /// Where the pieces of a row of `d` features begin, and how long they are. With halves they
+    /// are the first ones of the pairs, the features in between, the second ones and the features
+    /// behind; else the pairs and the features behind.
     #[inline(always)]
-    fn untouched(self, d: usize) -> [std::ops::Range<usize>; 2] {
+    fn row(&self, d: usize) -> ([usize; 4], [usize; 4]) {
+        let pairs = self.pairs;
         match self.second {
-            None => [2 * self.pairs..d, d..d],
-            Some(second) => [self.pairs..second, second + self.pairs..d],
+            Some(second) => (
+                [0, pairs, second, second + pairs],
+                [pairs, second - pairs, pairs, d - second - pairs],
+            ),
+            None => ([0, 2 * pairs, d, d], [2 * pairs, d - 2 * pairs, 0, 0]),
         }
     }
-}
-
-/// The two halves of the rotated pairs.
-#[inline(always)]
-fn halves<T>(row: &[T], pairs: usize, second: usize) -> (&[T], &[T]) {
-    (&row[..pairs], &row[second..second + pairs])
-}
-
-/// The two halves of the rotated pairs, to write.
-#[inline(always)]
-fn halves_mut<T>(row: &mut [T], pairs: usize, second: usize) -> (&mut [T], &mut [T]) {
-    let (first, rest) = row.split_at_mut(second);
-    (&mut first[..pairs], &mut rest[..pairs])
 }
 
 impl Encoding for Rotation {
@@ -254,9 +249,14 @@ impl Encoding for Rotation {
         features
     }
 
+    fn pieces(&self, features: usize) -> Pieces {
+        Pieces::new(self.row(features).1)
+    }
+
     #[inline(always)]
-    fn table_len(&self) -> usize {
-        self.pairs * self.angle_step()
+    fn output_cuts(&self) -> [usize; 3] {
+        let [_, a, b, c] = self.row(self.features).0;
+        [a, b, c]
     }
 
     #[inline(always)]
@@ -264,63 +264,34 @@ impl Encoding for Rotation {
         if self.second.is_none() { 2 } else { 1 }
     }
 
-    /// For interleaved pairs each cosine stands twice, and each sine once negated: then
-    /// `o = x cos + swapped(x) sin`.
     #[inline(always)]
-    fn lay_out<L>(
+    fn forward<L, S, D>(
         &self,
-        (cos, sin): (&[L::Real], &[L::Real]),
-        (to_cos, to_sin): (&mut [L::Real], &mut [L::Real]),
+        x: [Grid<'_, S::Number>; 4],
+        tables: [Grid<'_, L::Real>; 2],
+        o: [GridMut<'_, D::Number>; 4],
+        stream: bool,
     ) where
-        L: Lanes + Memory<<L as Lanes>::Real>,
+        S: Access<L>,
+        D: Access<L>,
+        L: Math,
     {
-        let zero = Real::of(0.0);
-        let interleaved = self.second.is_none();
-        for i in (0..self.table_len()).step_by(L::N) {
-            if !interleaved {
-                L::read(cos, i, zero).set(to_cos, i);
-                L::read(sin, i, zero).set(to_sin, i);
-                continue;
-            }
-            let mut pairs = [[zero; crate::simd::MAX_LANES]; 2];
-            for j in 0..L::N.min(self.table_len() - i) {
-                let k = (i + j) / 2;
-                pairs[0][j] = cos[k];
-                pairs[1][j] = if j % 2 == 0 { -sin[k] } else { sin[k] };
-            }
-            L::read(&pairs[0], 0, zero).set(to_cos, i);
-            L::read(&pairs[1], 0, zero).set(to_sin, i);
-        }
+        turn::<L, S, D, false>(*self, x, tables, o, stream);
     }
 
     #[inline(always)]
-    fn forward<L, S, T>(
+    fn backward<L, S, D>(
         &self,
-        x: &[S],
-        (cos, sin): (&[L::Real], &[L::Real]),
-        o: &mut [T],
+        grad: [Grid<'_, S::Number>; 4],
+        tables: [Grid<'_, L::Real>; 2],
+        dx: [GridMut<'_, D::Number>; 4],
         stream: bool,
     ) where
-        S: Element<Real = L::Real>,
-        T: Element<Real = L::Real>,
-        L: Math + Memory<S> + Memory<T>,
+        S: Access<L>,
+        D: Access<L>,
+        L: Math,
     {
-        turn::<L, S, T, false>(*self, x, (cos, sin), o, stream);
-    }
-
-    #[inline(always)]
-    fn backward<L, T, D>(
-        &self,
-        grad: &[T],
-        (cos, sin): (&[L::Real], &[L::Real]),
-        dx: &mut [D],
-        stream: bool,
-    ) where
-        T: Element<Real = L::Real>,
-        D: Element<Real = L::Real>,
-        L: Math + Memory<T> + Memory<D>,
-    {
-        turn::<L, T, D, true>(*self, grad, (cos, sin), dx, stream);
+        turn::<L, S, D, true>(*self, grad, tables, dx, stream);
     }
 
     /// da = x'1 dx'2 - x'2 dx'1; for interleaved pairs at the even index, and negated at the odd
@@ -328,8 +299,7 @@ impl Encoding for Rotation {
     #[inline(always)]
     fn angle_gradients<L, T>(
         &self,
-        y: &[L::Real],
-        g: &[L::Real],
+        (y, g, starts): (&[L::Real], &[L::Real], [usize; 4]),
         _grad: &[T],
         _table: (&[L::Real], &[L::Real]),
         sums: &mut [L::Real],
@@ -338,87 +308,175 @@ impl Encoding for Rotation {
         L: Math + Memory<T> + Memory<<L as Lanes>::Real>,
     {
         let zero = Real::of(0.0);
-        match self.second {
-            Some(second) => {
-                let (y1, y2) = halves(y, self.pairs, second);
-                let (g1, g2) = halves(g, self.pairs, second);
-                for i in (0..self.pairs).step_by(L::N) {
-                    let [y1, y2, g1, g2]: [L; 4] = [
-                        L::read(y1, i, zero),
-                        L::read(y2, i, zero),
-                        L::read(g1, i, zero),
-                        L::read(g2, i, zero),
-                    ];
-                    let turn = y2.neg_mul_add(g1, y1.mul(g2));
-                    let sum: L = L::read(sums, i, zero);
-                    sum.add(turn).write(sums, i, false);
+        if self.second.is_none() {
+            for i in (0..2 * self.pairs).step_by(L::N) {
+                let cross = L::get(y, i).mul(L::get(g, i).swap_pairs());
+                let sum: L = L::read(sums, i, zero);
+                sum.add(cross.sub(cross.swap_pairs())).write(sums, i, false);
+            }
+            return;
+        }
+        let (y2, g2) = (&y[starts[2]..], &g[starts[2]..]);
+        for i in (0..self.pairs).step_by(L::N) {
+            let turn = L::get(y2, i).neg_mul_add(L::get(g, i), L::get(y, i).mul(L::get(g2, i)));
+            let sum: L = L::read(sums, i, zero);
+            sum.add(turn).write(sums, i, false);
+        }
+    }
+}
+
+/// Turns the rows of a patch by their angles, or back.
+#[inline(always)]
+fn turn<L, S, D, const BACK: bool>(
+    rotation: Rotation,
+    [x1, x_between, x2, x_behind]: [Grid<'_, S::Number>; 4],
+    tables: [Grid<'_, L::Real>; 2],
+    [o1, o_between, o2, o_behind]: [GridMut<'_, D::Number>; 4],
+    stream: bool,
+) where
+    S: Access<L>,
+    D: Access<L>,
+    L: Math,
+{
+    if rotation.second.is_some() {
+        turn_halves::<L, S, D, BACK>(rotation.pairs, [x1, x2], tables, [o1, o2], stream);
+    } else {
+        turn_neighbours::<L, S, D, BACK>(2 * rotation.pairs, x1, tables, o1, stream);
+    }
+    pass::<L, S, D>(x_between, o_between, stream);
+    pass::<L, S, D>(x_behind, o_behind, stream);
+}
+
+/// Pairs whose first and second features lie in two pieces.
+#[inline(always)]
+fn turn_halves<L, S, D, const BACK: bool>(
+    pairs: usize,
+    [x1, x2]: [Grid<'_, S::Number>; 2],
+    [cos, sin]: [Grid<'_, L::Real>; 2],
+    [o1, o2]: [GridMut<'_, D::Number>; 2],
+    stream: bool,
+) where
+    S: Access<L>,
+    D: Access<L>,
+    L: Math,
+{
+    let whole = pairs - pairs % MAX_LANES;
+    let [[mut o1, mut o1_end], [mut o2, mut o2_end]] = [o1.split_at(whole), o2.split_at(whole)];
+    let [tokens, heads] = x1.rows();
+    for i in 0..tokens {
+        for j in 0..heads {
+            x1.prefetch_next::<L>(i, j);
+            x2.prefetch_next::<L>(i, j);
+            let x = x1.blocks(i, j).iter().zip(x2.blocks(i, j));
+            let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
+            let o = o1.blocks(i, j).iter_mut().zip(o2.blocks(i, j));
+            for (((x1, x2), (cos, sin)), (o1, o2)) in x.zip(table).zip(o) {
+                for k in (0..MAX_LANES).step_by(L::N) {
+                    let angle = (L::get(cos, k), L::get(sin, k));
+                    let (a, b) = turned::<L, BACK>((S::read(x1, k), S::read(x2, k)), angle);
+                    D::write(a, o1, k, stream);
+                    D::write(b, o2, k, stream);
                 }
             }
-            None => {
-                let pairs = 2 * self.pairs;
-                for i in (0..pairs).step_by(L::N) {
-                    let (y, g): (L, L) =
-                        (L::read(&y[..pairs], i, zero), L::read(&g[..pairs], i, zero));
-                    let cross = y.mul(g.swap_pairs());
-                    let sum: L = L::read(sums, i, zero);
-                    sum.add(cross.sub(cross.swap_pairs())).write(sums, i, false);
-                }
+        }
+    }
+    if whole == pairs {
+        return;
+    }
+    for i in 0..tokens {
+        for j in 0..heads {
+            for k in (whole..pairs).step_by(L::N) {
+                let angle = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
+                let x = (S::read(x1.row(i, j), k), S::read(x2.row(i, j), k));
+                let (a, b) = turned::<L, BACK>(x, angle);
+                D::write(a, o1_end.row(i, j), k - whole, stream);
+                D::write(b, o2_end.row(i, j), k - whole, stream);
             }
         }
     }
 }
 
-/// Turns a row by its angles, or back.
+/// Pairs of neighbours, in `len` features.
 #[inline(always)]
-fn turn<L, S, T, const BACK: bool>(
-    rotation: Rotation,
-    x: &[S],
-    (cos, sin): (&[L::Real], &[L::Real]),
-    o: &mut [T],
+fn turn_neighbours<L, S, D, const BACK: bool>(
+    len: usize,
+    x: Grid<'_, S::Number>,
+    [cos, sin]: [Grid<'_, L::Real>; 2],
+    o: GridMut<'_, D::Number>,
     stream: bool,
 ) where
-    S: Element<Real = L::Real>,
-    T: Element<Real = L::Real>,
-    L: Math + Memory<S> + Memory<T>,
+    S: Access<L>,
+    D: Access<L>,
+    L: Math,
 {
-    let (zero, pairs) = (Real::of(0.0), rotation.pairs);
-    match rotation.second {
-        Some(second) => {
-            let (x1, x2) = halves(x, pairs, second);
-            let (o1, o2) = halves_mut(o, pairs, second);
-            for i in (0..pairs).step_by(L::N) {
-                let (x1, x2): (L, L) = (L::read(x1, i, zero), L::read(x2, i, zero));
-                let (c, s) = (L::get(cos, i), L::get(sin, i));
-                if BACK {
-                    x1.mul_add(c, x2.mul(s)).write(o1, i, stream);
-                    x1.neg_mul_add(s, x2.mul(c)).write(o2, i, stream);
-                } else {
-                    x2.neg_mul_add(s, x1.mul(c)).write(o1, i, stream);
-                    x1.mul_add(s, x2.mul(c)).write(o2, i, stream);
+    let whole = len - len % MAX_LANES;
+    let [mut o, mut o_end] = o.split_at(whole);
+    let [tokens, heads] = x.rows();
+    for i in 0..tokens {
+        for j in 0..heads {
+            x.prefetch_next::<L>(i, j);
+            let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
+            let blocks = x.blocks(i, j).iter().zip(table).zip(o.blocks(i, j));
+            for ((x, (cos, sin)), o) in blocks {
+                for k in (0..MAX_LANES).step_by(L::N) {
+                    let angle = (L::get(cos, k), L::get(sin, k));
+                    D::write(turned_pairs::<L, BACK>(S::read(x, k), angle), o, k, stream);
                 }
             }
         }
-        None => {
-            for i in (0..2 * pairs).step_by(L::N) {
-                let x: L = L::read(&x[..2 * pairs], i, zero);
-                let (c, s) = (L::get(cos, i), L::get(sin, i));
-                let across = x.swap_pairs();
-                let turned = if BACK {
-                    across.neg_mul_add(s, x.mul(c))
-                } else {
-                    across.mul_add(s, x.mul(c))
-                };
-                turned.write(&mut o[..2 * pairs], i, stream);
+    }
+    if whole == len {
+        return;
+    }
+    for i in 0..tokens {
+        for j in 0..heads {
+            for k in (whole..len).step_by(L::N) {
+                let angle = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
+                let turned = turned_pairs::<L, BACK>(S::read(x.row(i, j), k), angle);
+                D::write(turned, o_end.row(i, j), k - whole, stream);
             }
         }
     }
-    for range in rotation.untouched(x.len()) {
-        let (x, o) = (&x[range.clone()], &mut o[range]);
-        for i in (0..x.len()).step_by(L::N) {
-            let x: L = L::read(x, i, zero);
-            x.write(o, i, stream);
+}
+
+/// Features that pass through.
+#[inline(always)]
+fn pass<L, S, D>(x: Grid<'_, S::Number>, mut o: GridMut<'_, D::Number>, stream: bool)
+where
+    S: Access<L>,
+    D: Access<L>,
+    L: Math,
+{
+    // One of the two may be scratch, with whole blocks.
+    let (len, [tokens, heads]) = (x.len().min(o.len()), x.rows());
+    if len == 0 {
+        return;
+    }
+    for i in 0..tokens {
+        for j in 0..heads {
+            x.prefetch_next::<L>(i, j);
+            for at in (0..len).step_by(L::N) {
+                D::write(S::read(x.row(i, j), at), o.row(i, j), at, stream);
+            }
         }
     }
+}
+
+/// Both of a block of pairs, turned or turned back.
+#[inline(always)]
+fn turned<L: Lanes, const BACK: bool>((x1, x2): (L, L), (cos, sin): (L, L)) -> (L, L) {
+    if BACK {
+        (x1.mul_add(cos, x2.mul(sin)), x1.neg_mul_add(sin, x2.mul(cos)))
+    } else {
+        (x2.neg_mul_add(sin, x1.mul(cos)), x1.mul_add(sin, x2.mul(cos)))
+    }
+}
+
+/// Interleaved pairs, turned or turned back: each cosine stands twice, and each sine once negated.
+#[inline(always)]
+fn turned_pairs<L: Lanes, const BACK: bool>(x: L, (cos, sin): (L, L)) -> L {
+    let across = x.swap_pairs();
+    if BACK { across.neg_mul_add(sin, x.mul(cos)) } else { across.mul_add(sin, x.mul(cos)) }
 }
 
 #[cfg(test)]

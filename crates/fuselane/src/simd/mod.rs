@@ -206,6 +206,51 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
     }
 }
 
+/// What a run of numbers is to lanes, for functions that are written once for rows of a tensor
+/// and for scratch.
+pub(crate) trait Access<L: Lanes> {
+    /// Whether it is scratch in register order.
+    const REGISTERS: bool;
+    /// The type of each number in memory.
+    type Number: Element<Real = L::Real>;
+    /// The block at `i` of a run, with zeros past the run's end.
+    fn read(run: &[Self::Number], i: usize) -> L;
+    /// Writes the block at `i` of a run; `stream` as for [`Memory::write`].
+    fn write(block: L, run: &mut [Self::Number], i: usize, stream: bool);
+}
+
+/// Elements in index order.
+pub(crate) struct Elements<T>(PhantomData<T>);
+
+impl<L: Memory<T>, T: Element<Real = L::Real>> Access<L> for Elements<T> {
+    const REGISTERS: bool = false;
+    type Number = T;
+    #[inline(always)]
+    fn read(run: &[T], i: usize) -> L {
+        L::read(run, i, Real::of(0.0))
+    }
+    #[inline(always)]
+    fn write(block: L, run: &mut [T], i: usize, stream: bool) {
+        block.write(run, i, stream);
+    }
+}
+
+/// Scratch of whole blocks in register order.
+pub(crate) struct Registers;
+
+impl<L: Lanes> Access<L> for Registers {
+    const REGISTERS: bool = true;
+    type Number = L::Real;
+    #[inline(always)]
+    fn read(run: &[L::Real], i: usize) -> L {
+        L::get(run, i)
+    }
+    #[inline(always)]
+    fn write(block: L, run: &mut [L::Real], i: usize, _stream: bool) {
+        block.set(run, i);
+    }
+}
+
 /// The last elements of a row, from `i` on, and `fill` behind them. Out of line, so that the
 /// loops around it stay small.
 #[cold]
