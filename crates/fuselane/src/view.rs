@@ -424,6 +424,15 @@ impl<'a> View<'a> {
         })
     }
 
+    /// The elements in index order, if they follow each other in memory.
+    pub(crate) fn contiguous<T: Element>(&self) -> Option<&'a [T]> {
+        if self.is_empty() || self.dtype != T::DTYPE || !self.is_contiguous() {
+            return None;
+        }
+        // SAFETY: as in `to_f64_vec`; in index order the elements follow each other.
+        Some(unsafe { std::slice::from_raw_parts(self.ptr.cast::<T>(), self.len()) })
+    }
+
     /// Widens the elements, in index order, into `out`. Every NaN becomes the usual one, whose
     /// payload survives rounding to 16 bits.
     pub(crate) fn widen<R: Real>(&self, out: &mut [R]) {
@@ -433,9 +442,7 @@ impl<'a> View<'a> {
             if value.is_nan() { R::of(-f64::NAN) } else { R::of(value) }
         }
         crate::dtype::with_element!(self.dtype, T => {
-            if self.is_contiguous() && !self.is_empty() {
-                // SAFETY: as in `to_f64_vec`; in index order the elements follow each other.
-                let values = unsafe { std::slice::from_raw_parts(self.ptr.cast::<T>(), self.len()) };
+            if let Some(values) = self.contiguous::<T>() {
                 for (out, &value) in out.iter_mut().zip(values) {
                     *out = widened(value);
                 }
@@ -522,6 +529,15 @@ impl<'a> ViewMut<'a> {
     /// The address of index 0.
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
         self.ptr
+    }
+
+    /// The elements in index order, if they follow each other in memory.
+    pub(crate) fn contiguous_mut<T: Element>(&mut self) -> Option<&mut [T]> {
+        if self.is_empty() || self.dtype != T::DTYPE || !self.is_contiguous() {
+            return None;
+        }
+        // SAFETY: as in `round_from`; in index order the elements follow each other.
+        Some(unsafe { std::slice::from_raw_parts_mut(self.ptr.cast::<T>(), self.len()) })
     }
 
     /// Writes zeros.

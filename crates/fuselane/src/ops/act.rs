@@ -194,13 +194,22 @@ impl Act {
         }
     }
 
-    /// f(x), the same bits as [`Act::value`], and f'(x).
+    /// f(x), within a rounding of [`Act::value`], and f'(x), sharing what they have in common.
     #[inline(always)]
     pub(crate) fn value_and_slope<L: Math>(self, x: L) -> (L, L) {
-        (self.value(x), self.slope(x))
+        match self {
+            Self::Sigmoid => x.sigmoid_and_slope(),
+            Self::Silu => x.silu_and_slope(),
+            Self::Tanh => x.tanh_and_slope(),
+            Self::Gelu => x.gelu_and_slope(),
+            Self::GeluTanh => x.gelu_tanh_and_slope(),
+            Self::None | Self::Relu | Self::Softplus | Self::ReluSquared => {
+                (self.value(x), self.slope(x))
+            }
+        }
     }
 
-    /// f'(x). What it has in common with f(x) the compiler computes once.
+    /// f'(x).
     #[inline(always)]
     fn slope<L: Math>(self, x: L) -> L {
         let (zero, one) = (L::splat(Real::of(0.0)), L::splat(Real::of(1.0)));

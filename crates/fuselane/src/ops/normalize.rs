@@ -31,10 +31,13 @@
 //! the mean is a million times the deviation. The backward finds delta anew, so rounding the kept
 //! mean costs nothing.
 //!
-//! **Passes.** A row is read from memory once; later passes find it in the caches, which is cheaper
-//! than keeping a widened copy of it. The values of the gate are kept from pass to pass, unless the
-//! group is very long.
+//! **Passes.** A row is read from memory once; later passes find it in the caches or, where p is
+//! more than x, find p as the first pass kept it. The values of the gate are kept from pass to pass
+//! too. Of a very long group both are found anew in each pass, chunk by chunk. A pass over a chunk is
+//! a function of its own, small enough that its sums and constants stay in registers; the usual
+//! calls have loops of their own, the others choose block by block.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::act::{Act, specialized};
@@ -44,7 +47,7 @@ use crate::error::{Error, Result};
 use crate::pool::{Buffer, Reals, RealsMut};
 use crate::rows::{self, Operands, Part, Rows};
 use crate::scratch::Scratch;
-use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory};
+use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory, Task};
 use crate::view::{View, ViewMut};
 use crate::{Element, Real, isa};
 
@@ -351,7 +354,7 @@ impl Normalize {
                     WeightForm::Plain => 0.0,
                     WeightForm::OnePlus => 1.0,
                 };
-                weight.widen(&mut factor[..d]);
+                parameter::widen(weight, &mut factor[..d]);
                 if (self.scale, one) != (1.0, 0.0) {
                     for value in &mut factor[..d] {
                         *value = R::of(self.scale * (one + value.to_f64()));
@@ -402,7 +405,6 @@ impl Normalize {
         rows::disjoint(NAME, &[("weight", weight), ("bias", bias)], &written)?;
         let with = ForwardWith {
             added,
-            keeps_sum: sum.is_some(),
             gate: self.gate_at(gate),
             center: self.center,
             bias: bias.is_some(),
@@ -589,14 +591,17 @@ impl Normalize {
                 return Ok(());
             }
             let groups = Groups::new(d, self.groups);
-            let mut sums = Scratch::<R>::zeros(groups.padded() * 2);
-            let sums = &mut sums[..groups.padded() * (with.dweight as usize + with.dbias as usize)];
+            let len = groups.padded() * (with.dweight as usize + with.dbias as usize);
+            let mut sums = Scratch::<R>::zeros(len);
+            let sums = &mut sums[..len];
             rows.sum_over_parts(1, sums, run);
             let (dweight_sums, dbias_sums) =
                 sums.split_at_mut(if with.dweight { groups.padded() } else { 0 });
             if let Some(dweight) = &mut dweight {
-                for sum in dweight_sums.iter_mut() {
-                    *sum = R::of(self.scale * sum.to_f64());
+                if self.scale != 1.0 {
+                    for sum in dweight_sums.iter_mut() {
+                        *sum = R::of(self.scale * sum.to_f64());
+                    }
                 }
                 groups.store(rows.dtype(), dweight_sums, dweight);
             }
@@ -631,10 +636,11 @@ impl Normalize {
     }
 }
 
-/// Sums run in lanes within this many elements, and in f64 across them.
-const CHUNK: usize = 1024;
+/// Sums run in lanes within this many elements, and in f64 across them. With a pass over a chunk a
+/// function call, fewer would cost time and more would cost accuracy.
+const CHUNK: usize = 2048;
 
-/// The gate's values of a longer group are computed anew in each pass, so that no row needs
+/// Of a longer group, what passes hand on is computed anew in each of them, so that no row needs
 /// working memory of its own size.
 const LONG: usize = 1 << 16;
 
@@ -674,13 +680,13 @@ impl Groups {
         if self.len == 0 { 0 } else { self.count * self.len.next_multiple_of(MAX_LANES) }
     }
 
-    /// Brings a parameter (empty, if there is none) into working memory, zeros between the groups.
+    /// Brings a parameter (empty, if there is none) into working memory.
     #[inline(always)]
     fn widen<L>(self, values: &[L::Real]) -> Scratch<L::Real>
     where
         L: Lanes + Memory<<L as Lanes>::Real>,
     {
-        let mut registers = Scratch::zeros(if values.is_empty() { 0 } else { self.padded() });
+        let mut registers = Scratch::new(if values.is_empty() { 0 } else { self.padded() });
         if !values.is_empty() {
             for group in 0..self.count {
                 let to = &mut registers[self.registers(group)];
@@ -688,6 +694,17 @@ impl Groups {
             }
         }
         registers
+    }
+
+    /// Working memory for numbers that one pass over a group hands on to the next, if there are
+    /// any; of a long group for those of a chunk.
+    #[inline(always)]
+    fn memory<R: Real>(self, any: bool) -> Scratch<R> {
+        Scratch::new(match any {
+            false => 0,
+            true if self.len > LONG => CHUNK,
+            true => self.len,
+        })
     }
 
     /// Rounds sums in working memory to a gradient.
@@ -708,35 +725,124 @@ impl Groups {
 fn widened<R: Real>(parameter: Option<View<'_>>, len: usize) -> Scratch<R> {
     let mut values = Scratch::new(len);
     if let Some(parameter) = parameter {
-        parameter.widen(&mut values[..len]);
+        parameter::widen(parameter, &mut values[..len]);
     }
     values
 }
 
-/// Runs `$body` for each block of a range: `$i` is its place, `$k` one of two accumulators in turn
-/// (so that one sum need not wait for the other), `$whole` whether the block is known to be whole.
-macro_rules! blocks {
-    ($L:ident in $range:expr, ($i:ident, $k:ident, $whole:ident) => $body:block) => {{
-        let range: Range<usize> = $range;
-        let mut at = range.start;
-        while at + 2 * $L::N <= range.end {
-            {
-                let ($i, $k, $whole) = (at, 0usize, true);
-                $body
-            }
-            {
-                let ($i, $k, $whole) = (at + $L::N, 1usize, true);
-                $body
-            }
-            at += 2 * $L::N;
-        }
-        while at < range.end {
-            let ($i, $k, $whole) = (at, 0usize, false);
-            $body
-            at += $L::N;
-        }
-    }};
+/// The part of a group that a pass works on at a time.
+#[derive(Clone, Copy)]
+struct Chunk {
+    /// Where it starts in the group.
+    start: usize,
+    /// Its length.
+    len: usize,
+    /// Where it starts in [`Groups::memory`].
+    kept: usize,
 }
+
+impl Chunk {
+    /// The chunk at `start` of a group of length `len`.
+    #[inline(always)]
+    fn new(start: usize, len: usize) -> Self {
+        let kept = if len > LONG { 0 } else { start };
+        Self { start, len: CHUNK.min(len - start), kept }
+    }
+
+    /// This part of a row, if it takes part.
+    #[inline(always)]
+    fn of<T>(self, row: &[T], any: bool) -> &[T] {
+        if any { &row[self.start..][..self.len] } else { &[] }
+    }
+
+    /// Where this part of the next group begins, for [`prefetch_next`].
+    #[inline(always)]
+    fn of_next<T>(self, row: &[T], any: bool) -> Option<*const T> {
+        if any { Some(row.as_ptr().wrapping_add(row.len() + self.start)) } else { None }
+    }
+
+    /// [`Chunk::of`], to write.
+    #[inline(always)]
+    fn of_mut<T>(self, row: &mut [T], any: bool) -> &mut [T] {
+        if any { &mut row[self.start..][..self.len] } else { &mut [] }
+    }
+
+    /// This part of numbers in register order, if they take part.
+    #[inline(always)]
+    fn registers<L: Lanes>(self, numbers: &[L::Real], start: usize, any: bool) -> &[L::Real] {
+        let len = self.len.next_multiple_of(L::N);
+        if any { &numbers[start..][..len] } else { &[] }
+    }
+
+    /// [`Chunk::registers`], to write.
+    #[inline(always)]
+    fn registers_mut<L: Lanes>(
+        self,
+        numbers: &mut [L::Real],
+        start: usize,
+        any: bool,
+    ) -> &mut [L::Real] {
+        let len = self.len.next_multiple_of(L::N);
+        if any { &mut numbers[start..][..len] } else { &mut [] }
+    }
+}
+
+/// Runs `$body` for each block of a chunk of length `$len`: `$i` is its place, `$whole` whether the
+/// block is known to be whole, and `$sum` borrows the accumulators (two or four, so that one sum
+/// need not wait for the other) in turn.
+macro_rules! blocks {
+    ($L:ident in $len:expr, ($i:ident, $whole:ident) => $body:block) => {
+        blocks!($L in $len, ($i, $whole, _sum of [(), ()]) => $body)
+    };
+    ($L:ident in $len:expr, ($i:ident, $whole:ident, $sum:ident of [$($a:expr),*]) => $body:block) => {{
+        let len: usize = $len;
+        let step = $L::N * [$(stringify!($a)),*].len();
+        let mut at = 0;
+        while at + step <= len {
+            $({
+                let ($i, $whole, $sum) = (at, true, &mut $a);
+                $body
+                at += $L::N;
+            })*
+        }
+        blocks!(@end $L, len, at, ($i, $whole, $sum of [$($a),*]) => $body);
+    }};
+    (@end $L:ident, $len:ident, $at:ident,
+        ($i:ident, $whole:ident, $sum:ident of [$a:expr $(, $more:expr)*]) => $body:block) => {
+        while $at < $len {
+            let ($i, $whole, $sum) = ($at, false, &mut $a);
+            $body
+            $at += $L::N;
+        }
+    };
+}
+
+/// Chooses the loop of a task: that of a usual call, compiled by itself, or that of the others,
+/// which looks at what takes part block by block (as all do where the lanes are not fast).
+macro_rules! enter {
+    ($L:ident, $kind:expr, $Task:ident $fields:tt) => {
+        if const { $L::N < MAX_LANES } {
+            enter!(@kind $L, { USUAL }, $Task $fields)
+        } else {
+            match $kind {
+                0 => enter!(@kind $L, 0, $Task $fields),
+                1 => enter!(@kind $L, 1, $Task $fields),
+                2 => enter!(@kind $L, 2, $Task $fields),
+                3 => enter!(@kind $L, 3, $Task $fields),
+                4 => enter!(@kind $L, 4, $Task $fields),
+                5 => enter!(@kind $L, 5, $Task $fields),
+                6 => enter!(@kind $L, 6, $Task $fields),
+                _ => enter!(@kind $L, { USUAL }, $Task $fields),
+            }
+        }
+    };
+    (@kind $L:ident, $kind:tt, $Task:ident { $($field:tt)* }) => {
+        $L::enter($Task::<$L, T, $kind> { $($field)*, lanes: PhantomData })
+    };
+}
+
+/// How many kinds of calls have loops of their own, forward and backward.
+const USUAL: usize = 7;
 
 /// The block at `i` of a row, with zeros past its end.
 #[inline(always)]
@@ -759,6 +865,19 @@ where
     if whole { block.write_whole(row, i, stream) } else { block.write(row, i, stream) }
 }
 
+/// The block at `i` of numbers in register order, for a row of length `len`. That a whole block is
+/// within it is then one test for all operands.
+#[inline(always)]
+fn get<L: Lanes>(numbers: &[L::Real], i: usize, len: usize, whole: bool) -> L {
+    if whole { L::get(&numbers[..len], i) } else { L::get(numbers, i) }
+}
+
+/// Keeps the block at `i` of numbers in register order, as [`get`] takes it.
+#[inline(always)]
+fn set<L: Lanes>(block: L, numbers: &mut [L::Real], i: usize, len: usize, whole: bool) {
+    if whole { block.set(&mut numbers[..len], i) } else { block.set(numbers, i) }
+}
+
 /// The block at `i` of a row of length `len`, with zeros past its end.
 #[inline(always)]
 fn inside<L: Lanes + Memory<<L as Lanes>::Real>>(block: L, i: usize, len: usize) -> L {
@@ -767,6 +886,20 @@ fn inside<L: Lanes + Memory<<L as Lanes>::Real>>(block: L, i: usize, len: usize)
     let inside = L::read(&ones[..(len - i).min(L::N)], 0, Real::of(0.0));
     L::select(zero.lt(inside), block, zero)
 }
+
+/// Asks for the block at `i` of this chunk of the next group, if groups and rows follow each other:
+/// so memory is busy while this row is worked on in the caches.
+#[inline(always)]
+fn prefetch_next<L: Lanes, T>(next: Option<*const T>, i: usize) {
+    if let Some(next) = next {
+        for line in 0..(L::N * size_of::<T>()).div_ceil(LINE) {
+            L::prefetch(next.wrapping_add(i).cast::<u8>().wrapping_add(line * LINE));
+        }
+    }
+}
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
 
 /// The part of a row that belongs to a group; empty where the operand is absent.
 #[inline(always)]
@@ -787,12 +920,6 @@ fn scalar<R: Real>(value: f64) -> R {
     R::of(if value.is_nan() { -f64::NAN } else { value })
 }
 
-/// The sum of two accumulators' lanes.
-#[inline(always)]
-fn total<L: Lanes>(sums: [L; 2]) -> f64 {
-    sums[0].add(sums[1]).reduce_add().to_f64()
-}
-
 /// Where what is added to x comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Added {
@@ -806,18 +933,34 @@ enum Added {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ForwardWith {
     added: Added,
-    keeps_sum: bool,
     gate: Option<GatePosition>,
     center: bool,
     bias: bool,
 }
 
 impl ForwardWith {
-    const RMS: Self =
-        Self { added: Added::Nothing, keeps_sum: false, gate: None, center: false, bias: false };
-    const RMS_SUM: Self = Self { added: Added::Input, keeps_sum: true, ..Self::RMS };
-    const RMS_SUM_IN_PLACE: Self = Self { added: Added::InPlace, keeps_sum: true, ..Self::RMS };
-    const LAYER: Self = Self { center: true, bias: true, ..Self::RMS };
+    const RMS: Self = Self { added: Added::Nothing, gate: None, center: false, bias: false };
+    const USUAL: [Self; USUAL] = [
+        Self::RMS,
+        Self { added: Added::Input, ..Self::RMS },
+        Self { added: Added::InPlace, ..Self::RMS },
+        Self { center: true, ..Self::RMS },
+        Self { center: true, bias: true, ..Self::RMS },
+        Self { gate: Some(GatePosition::Pre), ..Self::RMS },
+        Self { gate: Some(GatePosition::Post), ..Self::RMS },
+    ];
+
+    /// What the loops of a kind know.
+    #[inline(always)]
+    fn known<const KIND: usize>(self) -> Self {
+        if KIND < USUAL { Self::USUAL[KIND] } else { self }
+    }
+
+    /// Whether the first pass keeps p for the others: where that is cheaper than to find it anew.
+    #[inline(always)]
+    fn keeps_p(self) -> bool {
+        self.added != Added::Nothing || self.gate == Some(GatePosition::Pre) || self.center
+    }
 }
 
 struct Forward<'r> {
@@ -830,41 +973,19 @@ struct Forward<'r> {
 }
 
 impl Kernel for Forward<'_> {
-    /// The usual calls are compiled by themselves where the lanes are fast, with `with` a constant
-    /// and no code for gates (`GATED`); the others make their choices block by block.
     #[inline(always)]
-    fn run<L, T>(self)
+    fn run<L, T>(mut self)
     where
         T: Element,
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
-        if const { L::N < MAX_LANES } {
-            let with = self.with;
-            return self.rows::<L, T, true>(with);
-        }
-        match self.with {
-            ForwardWith::RMS => self.rows::<L, T, false>(ForwardWith::RMS),
-            ForwardWith::RMS_SUM => self.rows::<L, T, false>(ForwardWith::RMS_SUM),
-            ForwardWith::RMS_SUM_IN_PLACE => {
-                self.rows::<L, T, false>(ForwardWith::RMS_SUM_IN_PLACE);
-            }
-            ForwardWith::LAYER => self.rows::<L, T, false>(ForwardWith::LAYER),
-            with => self.rows::<L, T, true>(with),
-        }
-    }
-}
-
-impl Forward<'_> {
-    #[inline(always)]
-    fn rows<L, T, const GATED: bool>(mut self, with: ForwardWith)
-    where
-        T: Element,
-        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
-    {
+        let with = self.with;
+        let kind = ForwardWith::USUAL.iter().position(|usual| *usual == with).unwrap_or(USUAL);
         let groups = Groups::new(self.factor.len(), self.options.groups);
         let factor = groups.widen::<L>(self.factor.get());
         let bias = groups.widen::<L>(self.bias.get());
-        let mut gates = gate_memory(with.gate, groups.len);
+        let (mut gates, mut p) =
+            (groups.memory(with.gate.is_some()), groups.memory(with.keeps_p()));
         while let Some(row) = self.part.next::<T>() {
             let ([x, residual, gate], [o, sum], [rstds, means]) =
                 (row.inputs, row.outputs, row.keeps);
@@ -876,6 +997,7 @@ impl Forward<'_> {
             for group in 0..groups.count {
                 let (range, registers) = (groups.range(group), groups.registers(group));
                 let (rstd, mean) = ForwardGroup::<T> {
+                    with,
                     x: &x[range.clone()],
                     residual: of_group(residual, range.clone()),
                     gate: of_group(gate, range.clone()),
@@ -884,8 +1006,10 @@ impl Forward<'_> {
                     factor: &factor[registers.clone()],
                     bias: of_group(&bias, registers),
                     gates: &mut gates,
+                    p: &mut p,
+                    stream: self.stream,
                 }
-                .normalize::<L, GATED>(with, &self.options, self.stream);
+                .normalize::<L>(kind, &self.options);
                 if let Some(kept) = rstds.get_mut(group) {
                     *kept = rstd;
                 }
@@ -897,17 +1021,8 @@ impl Forward<'_> {
     }
 }
 
-/// Working memory for the values of a group's gate.
-#[inline(always)]
-fn gate_memory<R: Real>(gate: Option<GatePosition>, len: usize) -> Scratch<R> {
-    Scratch::new(match gate {
-        None => 0,
-        Some(_) if len > LONG => CHUNK,
-        Some(_) => len,
-    })
-}
-
 struct ForwardGroup<'r, T: Element> {
+    with: ForwardWith,
     x: &'r [T],
     residual: &'r [T],
     gate: &'r [T],
@@ -915,14 +1030,18 @@ struct ForwardGroup<'r, T: Element> {
     sum: &'r mut [T],
     factor: &'r [T::Real],
     bias: &'r [T::Real],
+    /// g(gate).
     gates: &'r mut [T::Real],
+    /// What is normalized.
+    p: &'r mut [T::Real],
+    stream: bool,
 }
 
 /// What a pass over a group finds.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Pass {
-    /// The mean, nearly.
-    Mean,
+    /// The mean, nearly, if centered; else the mean square.
+    First,
     /// The mean square, and what is left of the mean.
     Squares,
     /// The output.
@@ -932,156 +1051,243 @@ enum Pass {
 impl<T: Element> ForwardGroup<'_, T> {
     /// Writes the output and returns rstd and the mean.
     #[inline(always)]
-    fn normalize<L, const GATED: bool>(
-        self,
-        with: ForwardWith,
-        options: &Normalize,
-        stream: bool,
-    ) -> (T::Real, T::Real)
+    fn normalize<L>(mut self, kind: usize, options: &Normalize) -> (T::Real, T::Real)
     where
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
-        let len = self.x.len();
-        let zero = L::splat(Real::of(0.0));
-        let first = if with.center { Pass::Mean } else { Pass::Squares };
+        let (with, len) = (self.with, self.x.len());
+        let (long, per_element) = (len > LONG, 1.0 / len as f64);
         let (mut near_mean, mut delta, mut rstd) = (0.0, 0.0, 0.0);
-        let mut pass = first;
+        let mut pass = Pass::First;
         loop {
             let (mut sum, mut sum_of_squares) = (0.0, 0.0);
-            let near = L::splat(scalar(near_mean));
-            let (rest, scale) = (L::splat(scalar(delta)), L::splat(scalar(rstd)));
-            let mut start = 0;
-            while start < len {
-                let chunk = start..len.min(start + CHUNK);
-                start = chunk.end;
-                // Where the gate's values of this chunk start in their memory.
-                let base = if len > LONG { chunk.start } else { 0 };
+            let [near, rest, scale] = [scalar(near_mean), scalar(delta), scalar(rstd)];
+            for start in (0..len).step_by(CHUNK) {
+                let chunk = Chunk::new(start, len);
                 let gates_due = match with.gate {
                     None => false,
-                    Some(GatePosition::Pre) => pass == first || len > LONG,
+                    Some(GatePosition::Pre) => pass == Pass::First || long,
                     Some(GatePosition::Post) => pass == Pass::Output,
                 };
-                if GATED && gates_due {
-                    gate_values::<L, T>(
-                        options.gate_act,
-                        self.gate,
-                        chunk.clone(),
-                        self.gates,
-                        base,
-                    );
+                if gates_due {
+                    let (gate, values) = (self.gate, &mut *self.gates);
+                    gate_values::<L, T>(options.gate_act, gate, chunk, values, &mut []);
+                }
+                if pass == Pass::First || (long && with.keeps_p()) {
+                    // The sum may overwrite an addend, so it is written when that was read last.
+                    let keeps_sum = !self.sum.is_empty() && (pass == Pass::Output || !long);
+                    let group = &mut self;
+                    let found = enter!(L, kind, First { group, chunk, keeps_sum });
+                    match pass {
+                        Pass::First if with.center => sum += found,
+                        Pass::First => sum_of_squares += found,
+                        _ => {} // it was for what it keeps
+                    }
                 }
                 match pass {
-                    Pass::Mean => {
-                        let mut sums = [zero; 2];
-                        blocks!(L in chunk, (i, k, whole) => {
-                            sums[k] = sums[k].add(self.load::<L>(with, i, base, whole).1);
-                        });
-                        sum += total(sums);
-                    }
+                    Pass::First => {}
                     Pass::Squares => {
-                        let (mut sums, mut squares) = ([zero; 2], [zero; 2]);
-                        blocks!(L in chunk, (i, k, whole) => {
-                            let mut q = self.load::<L>(with, i, base, whole).1;
-                            if with.center {
-                                q = q.sub(near);
-                                if !whole {
-                                    q = inside(q, i, len);
-                                }
-                                sums[k] = sums[k].add(q);
-                            }
-                            squares[k] = q.mul_add(q, squares[k]);
-                        });
-                        if with.center {
-                            sum += total(sums);
-                        }
-                        sum_of_squares += total(squares);
+                        let p = chunk.registers::<L>(self.p, chunk.kept, true);
+                        let found = L::enter(Squares::<L> { p, len: chunk.len, near });
+                        sum += found.0;
+                        sum_of_squares += found.1;
                     }
-                    Pass::Output => blocks!(L in chunk, (i, _k, whole) => {
-                        let (s, p) = self.load::<L>(with, i, base, whole);
-                        if with.keeps_sum {
-                            write(s, self.sum, i, whole, stream);
-                        }
-                        let q = if with.center { p.sub(near).sub(rest) } else { p };
-                        let (r, factor) = (q.mul(scale), L::get(self.factor, i));
-                        let mut o = if with.bias {
-                            r.mul_add(factor, L::get(self.bias, i))
-                        } else {
-                            r.mul(factor)
-                        };
-                        if with.gate == Some(GatePosition::Post) {
-                            o = o.mul(L::get(self.gates, i - base));
-                        }
-                        write(o, self.o, i, whole, stream);
-                    }),
+                    Pass::Output => {
+                        let group = &mut self;
+                        enter!(L, kind, Output { group, chunk, near, rest, scale });
+                    }
                 }
             }
-            match pass {
-                Pass::Mean => {
-                    near_mean = T::Real::of(sum / len as f64).to_f64();
-                    pass = Pass::Squares;
-                }
-                Pass::Squares => {
-                    delta = sum / len as f64;
-                    let mean_square = sum_of_squares / len as f64 - delta * delta;
-                    // Rounding must not make it negative; a NaN stays one.
-                    let mean_square = if mean_square < 0.0 { 0.0 } else { mean_square };
-                    rstd = 1.0 / (mean_square + options.eps).sqrt();
-                    pass = Pass::Output;
-                }
-                Pass::Output => return (scalar(rstd), scalar(near_mean + delta)),
+            if pass == Pass::First && with.center {
+                near_mean = T::Real::of(sum * per_element).to_f64();
+                pass = Pass::Squares;
+            } else if pass == Pass::Output {
+                return (scalar(rstd), scalar(near_mean + delta));
+            } else {
+                delta = sum * per_element;
+                let mean_square = sum_of_squares * per_element - delta * delta;
+                // Rounding must not make it negative; a NaN stays one.
+                let mean_square = if mean_square < 0.0 { 0.0 } else { mean_square };
+                rstd = 1.0 / (mean_square + options.eps).sqrt();
+                pass = Pass::Output;
             }
-        }
-    }
-
-    /// x + residual, and what is normalized.
-    #[inline(always)]
-    fn load<L>(&self, with: ForwardWith, i: usize, base: usize, whole: bool) -> (L, L)
-    where
-        L: Lanes<Real = T::Real> + Memory<T>,
-    {
-        let x: L = read(self.x, i, whole);
-        let sum = match with.added {
-            Added::Nothing => x,
-            Added::Input => x.add(read(self.residual, i, whole)),
-            Added::InPlace => x.add(read(self.sum, i, whole)),
-        };
-        if with.gate == Some(GatePosition::Pre) {
-            (sum, sum.mul(L::get(self.gates, i - base)))
-        } else {
-            (sum, sum)
         }
     }
 }
 
-/// g(gate) of a chunk, in register order, from `chunk.start - base` of `values` on.
-#[inline(always)]
-fn gate_values<L, T>(act: Act, gate: &[T], chunk: Range<usize>, values: &mut [T::Real], base: usize)
+/// Finds p, keeps it for the other passes where it is not just x, and gives the sum of p if
+/// centered, else that of p^2.
+struct First<'r, 'g, L, T: Element, const KIND: usize> {
+    group: &'r mut ForwardGroup<'g, T>,
+    chunk: Chunk,
+    keeps_sum: bool,
+    lanes: PhantomData<L>,
+}
+
+impl<L, T, const KIND: usize> Task for First<'_, '_, L, T, KIND>
 where
     T: Element,
-    L: Math + Lanes<Real = T::Real> + Memory<T>,
+    L: Lanes<Real = T::Real> + Memory<T>,
 {
-    specialized!(act => for i in chunk.step_by(L::N) {
-        act.value(read::<L, T>(gate, i, false)).set(values, i - base);
-    });
+    type Output = f64;
+    #[inline(always)]
+    fn run(self) -> f64 {
+        let Self { group, chunk, keeps_sum, .. } = self;
+        let (with, stream) = (group.with.known::<KIND>(), group.stream);
+        let pre = with.gate == Some(GatePosition::Pre);
+        let x = chunk.of(group.x, true);
+        let residual = chunk.of(group.residual, with.added == Added::Input);
+        let sum = chunk.of_mut(group.sum, keeps_sum || with.added == Added::InPlace);
+        let gates = chunk.registers::<L>(group.gates, chunk.kept, pre);
+        let kept = chunk.registers_mut::<L>(group.p, chunk.kept, with.keeps_p());
+        let len = chunk.len;
+        let zero = L::splat(Real::of(0.0));
+        let (mut a, mut b, mut c, mut d) = (zero, zero, zero, zero);
+        blocks!(L in len, (i, whole, total of [a, b, c, d]) => {
+            let x: L = read(x, i, whole);
+            let s = match with.added {
+                Added::Nothing => x,
+                Added::Input => x.add(read(residual, i, whole)),
+                Added::InPlace => x.add(read(sum, i, whole)),
+            };
+            if with.added != Added::Nothing && keeps_sum {
+                write(s, sum, i, whole, stream);
+            }
+            let p = if pre { s.mul(get(gates, i, len, whole)) } else { s };
+            if with.keeps_p() {
+                set(p, kept, i, len, whole);
+            }
+            *total = if with.center { total.add(p) } else { p.mul_add(p, *total) };
+        });
+        a.add(b).add(c.add(d)).reduce_add().to_f64()
+    }
 }
 
-/// g(gate) and g'(gate) of a chunk.
+/// The sums of p - near and of its square.
+struct Squares<'r, L: Lanes> {
+    p: &'r [L::Real],
+    len: usize,
+    near: L::Real,
+}
+
+impl<L> Task for Squares<'_, L>
+where
+    L: Lanes + Memory<<L as Lanes>::Real>,
+{
+    type Output = (f64, f64);
+    #[inline(always)]
+    fn run(self) -> (f64, f64) {
+        let (near, zero) = (L::splat(self.near), L::splat(Real::of(0.0)));
+        let (mut a, mut b) = ((zero, zero), (zero, zero));
+        blocks!(L in self.len, (i, whole, total of [a, b]) => {
+            let mut q = get::<L>(self.p, i, self.len, whole).sub(near);
+            if !whole {
+                q = inside(q, i, self.len);
+            }
+            *total = (total.0.add(q), q.mul_add(q, total.1));
+        });
+        (a.0.add(b.0).reduce_add().to_f64(), a.1.add(b.1).reduce_add().to_f64())
+    }
+}
+
+/// Writes the output.
+struct Output<'r, 'g, L, T: Element, const KIND: usize> {
+    group: &'r mut ForwardGroup<'g, T>,
+    chunk: Chunk,
+    near: T::Real,
+    rest: T::Real,
+    scale: T::Real,
+    lanes: PhantomData<L>,
+}
+
+impl<L, T, const KIND: usize> Task for Output<'_, '_, L, T, KIND>
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    type Output = ();
+    #[inline(always)]
+    fn run(self) {
+        let Self { group, chunk, .. } = self;
+        let (with, stream) = (group.with.known::<KIND>(), group.stream);
+        let (near, rest, scale) = (L::splat(self.near), L::splat(self.rest), L::splat(self.scale));
+        let post = with.gate == Some(GatePosition::Post);
+        let (x, o) = (chunk.of(group.x, !with.keeps_p()), chunk.of_mut(group.o, true));
+        let kept = chunk.registers::<L>(group.p, chunk.kept, with.keeps_p());
+        let gates = chunk.registers::<L>(group.gates, chunk.kept, post);
+        let factor = chunk.registers::<L>(group.factor, chunk.start, true);
+        let bias = chunk.registers::<L>(group.bias, chunk.start, with.bias);
+        let next_x = chunk.of_next(group.x, true);
+        let next_residual = chunk.of_next(group.residual, with.added == Added::Input);
+        let next_gate = chunk.of_next(group.gate, with.gate.is_some());
+        let len = chunk.len;
+        blocks!(L in len, (i, whole) => {
+            prefetch_next::<L, T>(next_x, i);
+            prefetch_next::<L, T>(next_residual, i);
+            prefetch_next::<L, T>(next_gate, i);
+            let p: L = if with.keeps_p() { get(kept, i, len, whole) } else { read(x, i, whole) };
+            let q = if with.center { p.sub(near).sub(rest) } else { p };
+            let (r, factor): (L, L) = (q.mul(scale), get(factor, i, len, whole));
+            let mut y = match with.bias {
+                true => r.mul_add(factor, get(bias, i, len, whole)),
+                false => r.mul(factor),
+            };
+            if post {
+                y = y.mul(get(gates, i, len, whole));
+            }
+            write(y, o, i, whole, stream);
+        });
+    }
+}
+
+/// g(gate) of a chunk and, unless `slopes` is empty, g'(gate), in register order.
 #[inline(always)]
-fn gate_values_and_slopes<L, T>(
+fn gate_values<L, T>(
     act: Act,
     gate: &[T],
-    chunk: Range<usize>,
+    chunk: Chunk,
     values: &mut [T::Real],
     slopes: &mut [T::Real],
-    base: usize,
 ) where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
-    specialized!(act => for i in chunk.step_by(L::N) {
-        let (value, slope) = act.value_and_slope(read::<L, T>(gate, i, false));
-        value.set(values, i - base);
-        slope.set(slopes, i - base);
+    struct Values<'r, L, T: Element> {
+        act: Act,
+        gate: &'r [T],
+        values: &'r mut [T::Real],
+        slopes: &'r mut [T::Real],
+        lanes: PhantomData<L>,
+    }
+    impl<L, T> Task for Values<'_, L, T>
+    where
+        T: Element,
+        L: Math + Lanes<Real = T::Real> + Memory<T>,
+    {
+        type Output = ();
+        #[inline(always)]
+        fn run(self) {
+            let Self { act, gate, values, slopes, .. } = self;
+            if slopes.is_empty() {
+                specialized!(act => for i in (0..gate.len()).step_by(L::N) {
+                    act.value(read::<L, T>(gate, i, false)).set(values, i);
+                });
+            } else {
+                specialized!(act => for i in (0..gate.len()).step_by(L::N) {
+                    let (value, slope) = act.value_and_slope(read::<L, T>(gate, i, false));
+                    value.set(values, i);
+                    slope.set(slopes, i);
+                });
+            }
+        }
+    }
+    let has_slopes = !slopes.is_empty();
+    L::enter(Values {
+        act,
+        gate: chunk.of(gate, true),
+        values: chunk.registers_mut::<L>(values, chunk.kept, true),
+        slopes: chunk.registers_mut::<L>(slopes, chunk.kept, has_slopes),
+        lanes: PhantomData::<L>,
     });
 }
 
@@ -1111,9 +1317,21 @@ impl BackwardWith {
         dweight: true,
         dbias: false,
     };
-    const SRMS: Self = Self { dweight: false, ..Self::RMS };
-    const RMS_SUM: Self = Self { grad_sum: true, ..Self::RMS };
-    const LAYER: Self = Self { center: true, dbias: true, ..Self::RMS };
+    const USUAL: [Self; USUAL] = [
+        Self::RMS,
+        Self { dweight: false, ..Self::RMS },
+        Self { residual: true, ..Self::RMS },
+        Self { grad_sum: true, ..Self::RMS },
+        Self { center: true, dbias: true, ..Self::RMS },
+        Self { gate: Some(GatePosition::Pre), dgate: true, ..Self::RMS },
+        Self { gate: Some(GatePosition::Post), dgate: true, ..Self::RMS },
+    ];
+
+    /// What the loops of a kind know.
+    #[inline(always)]
+    fn known<const KIND: usize>(self) -> Self {
+        if KIND < USUAL { Self::USUAL[KIND] } else { self }
+    }
 
     /// Whether the gradient of p is needed.
     #[inline(always)]
@@ -1134,97 +1352,80 @@ struct Backward<'r> {
 }
 
 impl Kernel for Backward<'_> {
-    /// As for [`Forward`].
     #[inline(always)]
-    fn run<L, T>(self)
+    fn run<L, T>(mut self)
     where
         T: Element,
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
-        if const { L::N < MAX_LANES } {
-            let with = self.with;
-            return self.rows::<L, T, true>(with);
-        }
-        match self.with {
-            BackwardWith::RMS => self.rows::<L, T, false>(BackwardWith::RMS),
-            BackwardWith::SRMS => self.rows::<L, T, false>(BackwardWith::SRMS),
-            BackwardWith::RMS_SUM => self.rows::<L, T, false>(BackwardWith::RMS_SUM),
-            BackwardWith::LAYER => self.rows::<L, T, false>(BackwardWith::LAYER),
-            with => self.rows::<L, T, true>(with),
-        }
-    }
-}
-
-impl Backward<'_> {
-    #[inline(always)]
-    fn rows<L, T, const GATED: bool>(mut self, with: BackwardWith)
-    where
-        T: Element,
-        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
-    {
+        let (with, act) = (self.with, self.options.gate_act);
+        let kind = BackwardWith::USUAL.iter().position(|usual| *usual == with).unwrap_or(USUAL);
         let groups = Groups::new(self.factor.len(), self.options.groups);
         if groups.len == 0 {
             return;
         }
         let factor = groups.widen::<L>(self.factor.get());
         let bias = groups.widen::<L>(self.bias.get());
-        let mut gates = gate_memory(with.gate, groups.len);
-        let mut slopes = gate_memory(with.gate.filter(|_| with.dgate), groups.len);
+        let (mut gates, mut slopes) =
+            (groups.memory(with.gate.is_some()), groups.memory(with.gate.is_some()));
         let sums: &mut [T::Real] = self.sums.get();
-        let mut recent = Scratch::<T::Real>::zeros(sums.len());
-        let (dweight, dbias) = recent.split_at_mut(if with.dweight { groups.padded() } else { 0 });
-        let mut count = 0;
-        while let Some(row) = self.part.next::<T>() {
-            let ([grad, x, residual, gate, grad_sum], [dx, dresidual, dgate], [rstds, means]) =
-                (row.inputs, row.outputs, row.kept);
-            for (group, rstd) in rstds.iter().enumerate() {
-                let (range, registers) = (groups.range(group), groups.registers(group));
-                BackwardGroup::<T> {
-                    grad: &grad[range.clone()],
-                    x: &x[range.clone()],
-                    residual: of_group(residual, range.clone()),
-                    gate: of_group(gate, range.clone()),
-                    grad_sum: of_group(grad_sum, range.clone()),
-                    dx: of_group_mut(dx, range.clone()),
-                    dresidual: of_group_mut(dresidual, range.clone()),
-                    dgate: of_group_mut(dgate, range),
-                    factor: &factor[registers.clone()],
-                    bias: of_group(&bias, registers.clone()),
-                    dweight: of_group_mut(dweight, registers.clone()),
-                    dbias: of_group_mut(dbias, registers),
-                    gates: &mut gates,
-                    slopes: &mut slopes,
-                    rstd: rstd.to_f64(),
-                    mean: means.get(group).map_or(0.0, |mean| mean.to_f64()),
+        let dweight_len = if with.dweight { groups.padded() } else { 0 };
+        // The sums of a part that has no more rows are recent themselves.
+        let few = self.part.range().len() <= RECENT;
+        let mut recent = Scratch::<T::Real>::zeros(if few { 0 } else { sums.len() });
+        for _ in 0..self.part.range().len().div_ceil(RECENT) {
+            let into = if few { &mut *sums } else { &mut recent };
+            let (dweight, dbias) = into.split_at_mut(dweight_len);
+            for _ in 0..RECENT {
+                let Some(row) = self.part.next::<T>() else { break };
+                let ([grad, x, residual, gate, grad_sum], [dx, dresidual, dgate], [rstds, means]) =
+                    (row.inputs, row.outputs, row.kept);
+                for (group, rstd) in rstds.iter().enumerate() {
+                    let (range, registers) = (groups.range(group), groups.registers(group));
+                    BackwardGroup::<T> {
+                        with,
+                        grad: &grad[range.clone()],
+                        x: &x[range.clone()],
+                        residual: of_group(residual, range.clone()),
+                        gate: of_group(gate, range.clone()),
+                        grad_sum: of_group(grad_sum, range.clone()),
+                        dx: of_group_mut(dx, range.clone()),
+                        dresidual: of_group_mut(dresidual, range.clone()),
+                        dgate: of_group_mut(dgate, range),
+                        factor: &factor[registers.clone()],
+                        bias: of_group(&bias, registers.clone()),
+                        dweight: of_group_mut(dweight, registers.clone()),
+                        dbias: of_group_mut(dbias, registers),
+                        gates: &mut gates,
+                        slopes: &mut slopes,
+                        // As `Act::pull_back` does.
+                        cuts: matches!(act, Act::Relu | Act::ReluSquared),
+                        mean: scalar(means.get(group).map_or(0.0, |mean| mean.to_f64())),
+                        rstd: scalar(rstd.to_f64()),
+                        stream: self.stream,
+                    }
+                    .gradients::<L>(kind, act);
                 }
-                .gradients::<L, GATED>(with, &self.options, self.stream);
             }
-            count += 1;
-            if count == RECENT {
-                count = 0;
-                add_recent::<L>(dweight, dbias, sums);
+            if !few {
+                add_recent::<L>(&mut recent, sums);
             }
         }
-        add_recent::<L>(dweight, dbias, sums);
     }
 }
 
 /// Adds what was summed of late to the sums of the part, and starts anew.
 #[inline(always)]
-fn add_recent<L: Lanes>(dweight: &mut [L::Real], dbias: &mut [L::Real], sums: &mut [L::Real]) {
-    let (dweight_sums, dbias_sums) = sums.split_at_mut(dweight.len());
+fn add_recent<L: Lanes>(recent: &mut [L::Real], sums: &mut [L::Real]) {
     let zero = L::splat(Real::of(0.0));
-    for i in (0..dweight_sums.len()).step_by(L::N) {
-        L::get(dweight_sums, i).add(L::get(dweight, i)).set(dweight_sums, i);
-        zero.set(dweight, i);
-    }
-    for i in (0..dbias_sums.len()).step_by(L::N) {
-        L::get(dbias_sums, i).add(L::get(dbias, i)).set(dbias_sums, i);
-        zero.set(dbias, i);
+    for i in (0..sums.len()).step_by(L::N) {
+        L::get(sums, i).add(L::get(recent, i)).set(sums, i);
+        zero.set(recent, i);
     }
 }
 
 struct BackwardGroup<'r, T: Element> {
+    with: BackwardWith,
     grad: &'r [T],
     x: &'r [T],
     residual: &'r [T],
@@ -1237,13 +1438,78 @@ struct BackwardGroup<'r, T: Element> {
     bias: &'r [T::Real],
     dweight: &'r mut [T::Real],
     dbias: &'r mut [T::Real],
+    /// g(gate).
     gates: &'r mut [T::Real],
+    /// g'(gate).
     slopes: &'r mut [T::Real],
-    rstd: f64,
-    mean: f64,
+    /// Whether the gate's gradient is 0 where the slope is, whatever arrives.
+    cuts: bool,
+    mean: T::Real,
+    rstd: T::Real,
+    stream: bool,
 }
 
-/// A block of what both passes of the backward start from.
+impl<T: Element> BackwardGroup<'_, T> {
+    #[inline(always)]
+    fn gradients<L>(mut self, kind: usize, act: Act)
+    where
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    {
+        let (with, len) = (self.with, self.x.len());
+        let first = with.center || with.dp();
+        // Sums over the group: of q, of dr and of q * dr.
+        let (mut sum_q, mut sum_dr, mut sum_qdr) = (0.0, 0.0, 0.0);
+        for summing in [true, false] {
+            if summing && !first {
+                continue;
+            }
+            let per_element = 1.0 / len as f64;
+            let delta = sum_q * per_element;
+            let mean_dr = scalar(sum_dr * per_element);
+            let mean_rdr = (sum_qdr - delta * sum_dr) * self.rstd.to_f64() * per_element;
+            let (delta, mean_rdr) = (scalar(delta), scalar(mean_rdr));
+            for start in (0..len).step_by(CHUNK) {
+                let chunk = Chunk::new(start, len);
+                if with.gate.is_some() && (summing == first || len > LONG) {
+                    gate_values::<L, T>(act, self.gate, chunk, self.gates, self.slopes);
+                }
+                let group = &mut self;
+                if summing {
+                    let found = enter!(L, kind, Sums { group, chunk });
+                    sum_q += found[0];
+                    sum_dr += found[1];
+                    sum_qdr += found[2];
+                } else {
+                    enter!(L, kind, Gradients { group, chunk, delta, mean_dr, mean_rdr });
+                }
+            }
+        }
+    }
+}
+
+/// The inputs that both passes of the backward start from.
+struct Inputs<'r, T: Element> {
+    grad: &'r [T],
+    x: &'r [T],
+    residual: &'r [T],
+    gates: &'r [T::Real],
+    factor: &'r [T::Real],
+}
+
+/// [`Inputs`] of a chunk; a macro, since the group's outputs are borrowed beside them.
+macro_rules! inputs {
+    ($L:ident, $group:expr, $with:ident, $chunk:ident) => {
+        Inputs {
+            grad: $chunk.of($group.grad, true),
+            x: $chunk.of($group.x, true),
+            residual: $chunk.of($group.residual, $with.residual),
+            gates: $chunk.registers::<$L>($group.gates, $chunk.kept, $with.gate.is_some()),
+            factor: $chunk.registers::<$L>($group.factor, $chunk.start, true),
+        }
+    };
+}
+
+/// A block of them.
 struct Loaded<L> {
     /// The gradient that arrives.
     grad: L,
@@ -1255,123 +1521,26 @@ struct Loaded<L> {
     q: L,
     /// The gradient of the output before the gate.
     grad1: L,
+    /// The weight with all that is worked into it.
+    factor: L,
     /// The gradient of r.
     dr: L,
 }
 
-impl<T: Element> BackwardGroup<'_, T> {
+impl<T: Element> Inputs<'_, T> {
     #[inline(always)]
-    fn gradients<L, const GATED: bool>(self, with: BackwardWith, options: &Normalize, stream: bool)
-    where
-        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
-    {
-        let len = self.x.len();
-        let zero = L::splat(Real::of(0.0));
-        let (mean, rstd) = (L::splat(scalar(self.mean)), L::splat(scalar(self.rstd)));
-        let first = with.center || with.dp();
-        let mut summing = first;
-        // Sums over the group: of q, of dr and of q * dr.
-        let (mut sum_q, mut sum_dr, mut sum_qdr) = (0.0, 0.0, 0.0);
-        loop {
-            let per_element = 1.0 / len as f64;
-            let delta = sum_q * per_element;
-            let mean_dr = L::splat(scalar(sum_dr * per_element));
-            let mean_rdr = (sum_qdr - delta * sum_dr) * self.rstd * per_element;
-            let (delta, mean_rdr) = (L::splat(scalar(delta)), L::splat(scalar(mean_rdr)));
-            let mut start = 0;
-            while start < len {
-                let chunk = start..len.min(start + CHUNK);
-                start = chunk.end;
-                let base = if len > LONG { chunk.start } else { 0 };
-                if GATED && with.gate.is_some() && (summing == first || len > LONG) {
-                    let (act, chunk) = (options.gate_act, chunk.clone());
-                    let (gate, values, slopes) = (self.gate, &mut *self.gates, &mut *self.slopes);
-                    if with.dgate {
-                        gate_values_and_slopes::<L, T>(act, gate, chunk, values, slopes, base);
-                    } else {
-                        gate_values::<L, T>(act, gate, chunk, values, base);
-                    }
-                }
-                if summing {
-                    let (mut qs, mut drs, mut qdrs) = (zero, zero, [zero; 2]);
-                    blocks!(L in chunk, (i, k, whole) => {
-                        let at = self.load::<L>(with, mean, i, base, whole);
-                        qdrs[k] = at.q.mul_add(at.dr, qdrs[k]);
-                        if with.center {
-                            qs = qs.add(if whole { at.q } else { inside(at.q, i, len) });
-                            drs = drs.add(at.dr);
-                        }
-                    });
-                    sum_qdr += total(qdrs);
-                    if with.center {
-                        sum_q += qs.reduce_add().to_f64();
-                        sum_dr += drs.reduce_add().to_f64();
-                    }
-                    continue;
-                }
-                blocks!(L in chunk, (i, _k, whole) => {
-                    let at = self.load::<L>(with, mean, i, base, whole);
-                    let r = if with.center { at.q.sub(delta) } else { at.q }.mul(rstd);
-                    if with.dweight {
-                        at.grad1.mul_add(r, L::get(self.dweight, i)).set(self.dweight, i);
-                    }
-                    if with.dbias {
-                        L::get(self.dbias, i).add(at.grad1).set(self.dbias, i);
-                    }
-                    let dr = if with.center { at.dr.sub(mean_dr) } else { at.dr };
-                    let dp = r.neg_mul_add(mean_rdr, dr).mul(rstd);
-                    if with.dx || with.dresidual {
-                        let pre = with.gate == Some(GatePosition::Pre);
-                        let mut dx = if pre { dp.mul(at.gate) } else { dp };
-                        if with.grad_sum {
-                            dx = dx.add(read(self.grad_sum, i, whole));
-                        }
-                        if with.dx {
-                            write(dx, self.dx, i, whole, stream);
-                        }
-                        if with.dresidual {
-                            write(dx, self.dresidual, i, whole, stream);
-                        }
-                    }
-                    if GATED && with.dgate {
-                        let dvalue = if with.gate == Some(GatePosition::Pre) {
-                            dp.mul(at.sum)
-                        } else {
-                            let mut o1 = r.mul(L::get(self.factor, i));
-                            if !self.bias.is_empty() {
-                                o1 = o1.add(L::get(self.bias, i));
-                            }
-                            at.grad.mul(o1)
-                        };
-                        let slope = L::get(self.slopes, i - base);
-                        let mut dgate = dvalue.mul(slope);
-                        if matches!(options.gate_act, Act::Relu | Act::ReluSquared) {
-                            // Cuts the gradient off whatever it is, as `Act::pull_back` does.
-                            dgate = L::select(slope.le(zero), zero, dgate);
-                        }
-                        write(dgate, self.dgate, i, whole, stream);
-                    }
-                });
-            }
-            if !summing {
-                return;
-            }
-            summing = false;
-        }
-    }
-
-    #[inline(always)]
-    fn load<L>(&self, with: BackwardWith, mean: L, i: usize, base: usize, whole: bool) -> Loaded<L>
+    fn load<L>(&self, with: BackwardWith, mean: L, i: usize, whole: bool) -> Loaded<L>
     where
         L: Lanes<Real = T::Real> + Memory<T>,
     {
+        let len = self.x.len();
         let grad: L = read(self.grad, i, whole);
         let mut sum: L = read(self.x, i, whole);
         if with.residual {
             sum = sum.add(read(self.residual, i, whole));
         }
         let gate = match with.gate {
-            Some(_) => L::get(self.gates, i - base),
+            Some(_) => get(self.gates, i, len, whole),
             None => sum,
         };
         let (p, grad1) = match with.gate {
@@ -1380,7 +1549,129 @@ impl<T: Element> BackwardGroup<'_, T> {
             Some(GatePosition::Post) => (sum, grad.mul(gate)),
         };
         let q = if with.center { p.sub(mean) } else { p };
-        Loaded { grad, gate, sum, q, grad1, dr: grad1.mul(L::get(self.factor, i)) }
+        let factor = get(self.factor, i, len, whole);
+        Loaded { grad, gate, sum, q, grad1, factor, dr: grad1.mul(factor) }
+    }
+}
+
+/// The sums of q and of dr, if centered, and of q * dr.
+struct Sums<'r, 'g, L, T: Element, const KIND: usize> {
+    group: &'r mut BackwardGroup<'g, T>,
+    chunk: Chunk,
+    lanes: PhantomData<L>,
+}
+
+impl<L, T, const KIND: usize> Task for Sums<'_, '_, L, T, KIND>
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+{
+    type Output = [f64; 3];
+    #[inline(always)]
+    fn run(self) -> [f64; 3] {
+        let (with, chunk) = (self.group.with.known::<KIND>(), self.chunk);
+        let (mean, zero) = (L::splat(self.group.mean), L::splat(Real::of(0.0)));
+        let inputs = inputs!(L, self.group, with, chunk);
+        let (mut qs, mut drs, mut a, mut b) = (zero, zero, zero, zero);
+        blocks!(L in chunk.len, (i, whole, qdrs of [a, b]) => {
+            let at = inputs.load::<L>(with, mean, i, whole);
+            *qdrs = at.q.mul_add(at.dr, *qdrs);
+            if with.center {
+                qs = qs.add(if whole { at.q } else { inside(at.q, i, chunk.len) });
+                drs = drs.add(at.dr);
+            }
+        });
+        [qs, drs, a.add(b)].map(|sum| sum.reduce_add().to_f64())
+    }
+}
+
+/// Writes the gradients, and adds to those of the parameters.
+struct Gradients<'r, 'g, L, T: Element, const KIND: usize> {
+    group: &'r mut BackwardGroup<'g, T>,
+    chunk: Chunk,
+    delta: T::Real,
+    mean_dr: T::Real,
+    mean_rdr: T::Real,
+    lanes: PhantomData<L>,
+}
+
+impl<L, T, const KIND: usize> Task for Gradients<'_, '_, L, T, KIND>
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+{
+    type Output = ();
+    #[inline(always)]
+    fn run(self) {
+        let Self { group, chunk, .. } = self;
+        let (with, stream, cuts) = (group.with.known::<KIND>(), group.stream, group.cuts);
+        let (mean, rstd, zero) =
+            (L::splat(group.mean), L::splat(group.rstd), L::splat(Real::of(0.0)));
+        let (delta, mean_dr, mean_rdr) =
+            (L::splat(self.delta), L::splat(self.mean_dr), L::splat(self.mean_rdr));
+        let pre = with.gate == Some(GatePosition::Pre);
+        let has_bias = !group.bias.is_empty();
+        let inputs = inputs!(L, group, with, chunk);
+        let grad_sum = chunk.of(group.grad_sum, with.grad_sum);
+        let dx = chunk.of_mut(group.dx, with.dx);
+        let dresidual = chunk.of_mut(group.dresidual, with.dresidual);
+        let dgate = chunk.of_mut(group.dgate, with.dgate);
+        let dweight = chunk.registers_mut::<L>(group.dweight, chunk.start, with.dweight);
+        let dbias = chunk.registers_mut::<L>(group.dbias, chunk.start, with.dbias);
+        let bias = chunk.registers::<L>(group.bias, chunk.start, has_bias);
+        let slopes = chunk.registers::<L>(group.slopes, chunk.kept, with.dgate);
+        let next_x = chunk.of_next(group.x, true);
+        let next_grad = chunk.of_next(group.grad, true);
+        let next_residual = chunk.of_next(group.residual, with.residual);
+        let next_gate = chunk.of_next(group.gate, with.gate.is_some());
+        let len = chunk.len;
+        blocks!(L in len, (i, whole) => {
+            prefetch_next::<L, T>(next_x, i);
+            prefetch_next::<L, T>(next_grad, i);
+            prefetch_next::<L, T>(next_residual, i);
+            prefetch_next::<L, T>(next_gate, i);
+            let at = inputs.load::<L>(with, mean, i, whole);
+            let r = if with.center { at.q.sub(delta) } else { at.q }.mul(rstd);
+            if with.dweight {
+                let sum = at.grad1.mul_add(r, get(dweight, i, len, whole));
+                set(sum, dweight, i, len, whole);
+            }
+            if with.dbias {
+                let sum = at.grad1.add(get(dbias, i, len, whole));
+                set(sum, dbias, i, len, whole);
+            }
+            let dr = if with.center { at.dr.sub(mean_dr) } else { at.dr };
+            let dp = r.neg_mul_add(mean_rdr, dr).mul(rstd);
+            if with.dx || with.dresidual {
+                let mut ds = if pre { dp.mul(at.gate) } else { dp };
+                if with.grad_sum {
+                    ds = ds.add(read(grad_sum, i, whole));
+                }
+                if with.dx {
+                    write(ds, dx, i, whole, stream);
+                }
+                if with.dresidual {
+                    write(ds, dresidual, i, whole, stream);
+                }
+            }
+            if with.dgate {
+                let dvalue = if pre {
+                    dp.mul(at.sum)
+                } else {
+                    let mut o1 = r.mul(at.factor);
+                    if has_bias {
+                        o1 = o1.add(get(bias, i, len, whole));
+                    }
+                    at.grad.mul(o1)
+                };
+                let slope: L = get(slopes, i, len, whole);
+                let mut gradient = dvalue.mul(slope);
+                if cuts {
+                    gradient = L::select(slope.le(zero), zero, gradient);
+                }
+                write(gradient, dgate, i, whole, stream);
+            }
+        });
     }
 }
 

@@ -61,7 +61,63 @@ pub(crate) fn to_index_order<R: Real>(dtype: DType, registers: &[R], values: &mu
     simd::run(isa(), dtype, Reorder { registers, values });
 }
 
+/// Widens a parameter, in index order, into `out`. Every NaN becomes the usual one, whose payload
+/// survives rounding to 16 bits.
+pub(crate) fn widen<R: Real>(view: View<'_>, out: &mut [R]) {
+    struct Widen<'a, R> {
+        view: View<'a>,
+        out: &'a mut [R],
+    }
+    impl<R: Real> Kernel for Widen<'_, R> {
+        #[inline(always)]
+        fn run<L, T>(self)
+        where
+            T: Element,
+            L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+        {
+            let (values, zero) = (self.view.contiguous::<T>().unwrap_or_default(), Real::of(0.0));
+            let out: &mut [T::Real] = same_reals_mut(self.out);
+            for i in (0..values.len()).step_by(L::N) {
+                usual_nan::<L>(L::read(values, i, zero)).write(out, i, false);
+            }
+        }
+    }
+    if view.is_contiguous() && view.dtype().real() == R::DTYPE {
+        simd::run(isa(), view.dtype(), Widen { view, out });
+    } else {
+        view.widen(out);
+    }
+}
+
 /// Rounds a parameter's gradient to the dtype of the caller's memory.
 pub(crate) fn store<R: Real>(gradient: &mut ViewMut<'_>, values: &[R]) {
-    gradient.round_from(values);
+    struct Store<'a, 'v, R> {
+        gradient: &'a mut ViewMut<'v>,
+        values: &'a [R],
+    }
+    impl<R: Real> Kernel for Store<'_, '_, R> {
+        #[inline(always)]
+        fn run<L, T>(self)
+        where
+            T: Element,
+            L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+        {
+            let (values, zero) = (same_reals::<R, T::Real>(self.values), Real::of(0.0));
+            let gradient = self.gradient.contiguous_mut::<T>().unwrap_or_default();
+            for i in (0..values.len()).step_by(L::N) {
+                usual_nan::<L>(L::read(values, i, zero)).write(gradient, i, false);
+            }
+        }
+    }
+    if gradient.is_contiguous() && gradient.dtype().real() == R::DTYPE {
+        simd::run(isa(), gradient.dtype(), Store { gradient, values });
+    } else {
+        gradient.round_from(values);
+    }
+}
+
+/// Every NaN as the one that survives rounding to 16 bits.
+#[inline(always)]
+fn usual_nan<L: Lanes>(block: L) -> L {
+    L::select(block.is_nan(), L::splat(Real::of(-f64::NAN)), block)
 }

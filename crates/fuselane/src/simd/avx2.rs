@@ -126,13 +126,18 @@ impl<const SPLIT: bool> Lanes for Avx2<SPLIT> {
     }
     #[inline(always)]
     fn enter<K: Task>(task: K) -> K::Output {
-        /// One function for each task: the compiler shares registers better among less code.
-        #[target_feature(enable = "avx2,fma,f16c")]
+        /// One function for each task: the compiler shares registers better among less code. It
+        /// takes two, since rustc forgets `inline(never)` beside `target_feature` (1.95 does); the
+        /// outer one keeps it, and lacks the features that inlining the other would need.
         #[inline(never)]
+        fn apart<K: Task>(task: K) -> K::Output {
+            x86!(compiled(task))
+        }
+        #[target_feature(enable = "avx2,fma,f16c")]
         fn compiled<K: Task>(task: K) -> K::Output {
             task.run()
         }
-        x86!(compiled(task))
+        apart(task)
     }
     #[inline(always)]
     fn swap_pairs(self) -> Self {
@@ -320,19 +325,18 @@ impl Avx2<true> {
     /// room, which holds for those that bf16 inputs bring (their low half is zero) and for the one
     /// that the CPU makes (0xFFC00000); parameters of wider types are made so when they are
     /// widened (`ops::parameter`).
+    ///
+    /// Both halves of the representations are gathered first, so that sixteen are rounded at once:
+    /// up where the lower half is above the middle, or at it and the upper half is odd.
     #[inline(always)]
     fn to_bf16(self) -> __m256i {
-        #[inline(always)]
-        fn rounded(v: __m256) -> __m256i {
-            x86!({
-                let bits = _mm256_castps_si256(v);
-                let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-                _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd)
-            })
-        }
-        x86!(_mm256_blend_epi16::<0b1010_1010>(
-            _mm256_srli_epi32::<16>(rounded(self.0)),
-            rounded(self.1),
-        ))
+        x86!({
+            let (even, odd) = (_mm256_castps_si256(self.0), _mm256_castps_si256(self.1));
+            let upper = _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(even), odd);
+            let lower = _mm256_blend_epi16::<0b1010_1010>(even, _mm256_slli_epi32::<16>(odd));
+            let is_even = _mm256_andnot_si256(upper, _mm256_set1_epi16(1));
+            let up = _mm256_srli_epi16::<15>(_mm256_subs_epu16(lower, is_even));
+            _mm256_add_epi16(upper, up)
+        })
     }
 }
