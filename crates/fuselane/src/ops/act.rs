@@ -26,7 +26,7 @@ use crate::error::{Error, Result};
 use crate::pool::Buffer;
 use crate::rows::{Operands, Part, Rows};
 use crate::scratch::Scratch;
-use crate::simd::{self, Kernel, Lanes, Math, Memory, Task};
+use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory, Task};
 use crate::view::{View, ViewMut};
 use crate::{Element, Real, isa};
 
@@ -175,14 +175,26 @@ impl Act {
         Ok(dx)
     }
 
+    /// Whether f has a short form in some lanes, for which large arguments have to be looked for.
+    #[inline(always)]
+    fn has_short_form(self) -> bool {
+        matches!(self, Self::Sigmoid | Self::Silu)
+    }
+
     /// f(x).
     #[inline(always)]
     pub(crate) fn value<L: Math>(self, x: L) -> L {
+        self.value_of::<L, false>(x)
+    }
+
+    /// f(x), where `NEAR` is as for [`Math::sigmoid`].
+    #[inline(always)]
+    fn value_of<L: Math, const NEAR: bool>(self, x: L) -> L {
         match self {
             Self::None => x,
             Self::Relu => L::splat(Real::of(0.0)).max(x),
-            Self::Sigmoid => x.sigmoid(),
-            Self::Silu => x.silu(),
+            Self::Sigmoid => x.sigmoid::<NEAR>(),
+            Self::Silu => x.silu::<NEAR>(),
             Self::Tanh => x.tanh(),
             Self::Gelu => x.gelu(),
             Self::GeluTanh => x.gelu_tanh(),
@@ -198,30 +210,30 @@ impl Act {
     #[inline(always)]
     pub(crate) fn value_and_slope<L: Math>(self, x: L) -> (L, L) {
         match self {
-            Self::Sigmoid => x.sigmoid_and_slope(),
-            Self::Silu => x.silu_and_slope(),
+            Self::Sigmoid => x.sigmoid_and_slope::<false>(),
+            Self::Silu => x.silu_and_slope::<false>(),
             Self::Tanh => x.tanh_and_slope(),
             Self::Gelu => x.gelu_and_slope(),
             Self::GeluTanh => x.gelu_tanh_and_slope(),
             Self::None | Self::Relu | Self::Softplus | Self::ReluSquared => {
-                (self.value(x), self.slope(x))
+                (self.value(x), self.slope::<L, false>(x))
             }
         }
     }
 
     /// f'(x).
     #[inline(always)]
-    fn slope<L: Math>(self, x: L) -> L {
+    fn slope<L: Math, const NEAR: bool>(self, x: L) -> L {
         let (zero, one) = (L::splat(Real::of(0.0)), L::splat(Real::of(1.0)));
         match self {
             Self::None => one,
             Self::Relu => L::select(x.le(zero), zero, one),
-            Self::Sigmoid => x.sigmoid_and_slope().1,
-            Self::Silu => x.silu_and_slope().1,
+            Self::Sigmoid => x.sigmoid_and_slope::<NEAR>().1,
+            Self::Silu => x.silu_and_slope::<NEAR>().1,
             Self::Tanh => x.tanh_and_slope().1,
             Self::Gelu => x.gelu_and_slope().1,
             Self::GeluTanh => x.gelu_tanh_and_slope().1,
-            Self::Softplus => x.sigmoid(),
+            Self::Softplus => x.sigmoid::<false>(),
             Self::ReluSquared => {
                 let positive = zero.max(x);
                 positive.add(positive)
@@ -232,6 +244,11 @@ impl Act {
     /// grad * f'(x), where relu and its square cut `grad` off whatever it is.
     #[inline(always)]
     pub(crate) fn pull_back<L: Math>(self, x: L, grad: L) -> L {
+        self.pull_back_of::<L, false>(x, grad)
+    }
+
+    #[inline(always)]
+    fn pull_back_of<L: Math, const NEAR: bool>(self, x: L, grad: L) -> L {
         match self {
             Self::None => grad,
             Self::Relu => {
@@ -244,7 +261,7 @@ impl Act {
                 let (zero, half) = (L::splat(Real::of(0.0)), grad.mul(x));
                 L::select(x.le(zero), zero, half.add(half))
             }
-            _ => grad.mul(self.slope(x)),
+            _ => grad.mul(self.slope::<L, NEAR>(x)),
         }
     }
 }
@@ -295,6 +312,10 @@ macro_rules! specialized {
 }
 pub(crate) use specialized;
 
+/// Elements of a loop's step, in arrays of known length: so that no step has a bound to check. A
+/// multiple of every [`Lanes::N`].
+const WIDE: usize = 2 * MAX_LANES;
+
 struct Forward<'r> {
     act: Act,
     part: Part<'r, 1, 1>,
@@ -311,7 +332,19 @@ impl Kernel for Forward<'_> {
         let (act, stream, zero) = (self.act, self.stream, Real::of(0.0));
         specialized!(act => while let Some(row) = self.part.next::<T>() {
             let ([x], [o]) = (row.inputs, row.outputs);
-            for i in (0..x.len()).step_by(L::N) {
+            let mut magnitudes = L::splat(zero);
+            for (x, o) in x.as_chunks::<WIDE>().0.iter().zip(o.as_chunks_mut::<WIDE>().0) {
+                for i in (0..WIDE).step_by(L::N) {
+                    let x: L = L::read_whole(x, i);
+                    if act.has_short_form() {
+                        magnitudes = x.abs().max(magnitudes); // a NaN is passed over
+                    }
+                    act.value_of::<L, true>(x).write_whole(o, i, stream);
+                }
+            }
+            let again = act.has_short_form() && L::is_far(magnitudes);
+            let rest = if again { 0 } else { x.len() / WIDE * WIDE };
+            for i in (rest..x.len()).step_by(L::N) {
                 act.value(L::read(x, i, zero)).write(o, i, stream);
             }
         });
@@ -359,7 +392,20 @@ impl Kernel for Backward<'_> {
         let (act, stream, zero) = (self.act, self.stream, Real::of(0.0));
         specialized!(act => while let Some(row) = self.part.next::<T>() {
             let ([x, grad], [dx]) = (row.inputs, row.outputs);
-            for i in (0..x.len()).step_by(L::N) {
+            let whole = x.as_chunks::<WIDE>().0.iter().zip(grad.as_chunks::<WIDE>().0);
+            let mut magnitudes = L::splat(zero);
+            for ((x, grad), dx) in whole.zip(dx.as_chunks_mut::<WIDE>().0) {
+                for i in (0..WIDE).step_by(L::N) {
+                    let (x, grad): (L, L) = (L::read_whole(x, i), L::read_whole(grad, i));
+                    if act.has_short_form() {
+                        magnitudes = x.abs().max(magnitudes); // a NaN is passed over
+                    }
+                    act.pull_back_of::<L, true>(x, grad).write_whole(dx, i, stream);
+                }
+            }
+            let again = act.has_short_form() && L::is_far(magnitudes);
+            let rest = if again { 0 } else { x.len() / WIDE * WIDE };
+            for i in (rest..x.len()).step_by(L::N) {
                 let (x, grad): (L, L) = (L::read(x, i, zero), L::read(grad, i, zero));
                 act.pull_back(x, grad).write(dx, i, stream);
             }

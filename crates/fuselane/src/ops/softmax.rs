@@ -28,6 +28,7 @@
 //! PyTorch, unless [`Softmax::zero_masked_rows`] is set. The maximum need not see a NaN for that:
 //! the sum does.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::contiguous_last;
@@ -354,6 +355,44 @@ kernels! {
     ColumnsFromInput<2, LOG> = columns_from_input;
 }
 
+/// Runs `$body` for each block of a range: first the whole ones, in a loop that calls nothing, so
+/// that its sums stay in registers; then, with `$WHOLE` false, the row's end.
+macro_rules! blocks {
+    ($L:ident in $range:expr, ($i:ident, $WHOLE:ident) => $body:block) => {{
+        let range: Range<usize> = $range;
+        let whole = range.start + range.len() / $L::N * $L::N;
+        for $i in (range.start..whole).step_by($L::N) {
+            const $WHOLE: bool = true;
+            $body
+        }
+        if whole < range.end {
+            const $WHOLE: bool = false;
+            let $i = whole;
+            $body
+        }
+    }};
+}
+
+/// The block at `i` of a row.
+#[inline(always)]
+fn read<L, T, const WHOLE: bool>(row: &[T], i: usize, fill: T::Real) -> L
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    if WHOLE { L::read_whole(row, i) } else { L::read(row, i, fill) }
+}
+
+/// Writes the block at `i` of a row.
+#[inline(always)]
+fn write<L, T, const WHOLE: bool>(block: L, row: &mut [T], i: usize, stream: bool)
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    if WHOLE { block.write_whole(row, i, stream) } else { block.write(row, i, stream) }
+}
+
 // Over the last dimension.
 
 /// Fills `scratch`, in register order, with exp(x - max) of a row, and gives 1 / sum.
@@ -369,7 +408,7 @@ where
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
     let shift = row_shift::<L, T>(x);
-    inverse(exp_sum::<L, T, true>(x, shift, scratch), false)
+    inverse(exp_sum::<L, T, false, true>(x, shift, scratch), false)
 }
 
 /// What a row's exponentials are taken relative to: its maximum, but 0 where that is minus
@@ -382,34 +421,90 @@ where
 {
     let least = T::Real::MINUS_INFINITY;
     let mut max = L::splat(least);
-    for i in (0..x.len()).step_by(L::N) {
-        max = max.max(L::read(x, i, least));
-    }
+    blocks!(L in 0..x.len(), (i, WHOLE) => {
+        max = max.max(read::<L, T, WHOLE>(x, i, least));
+    });
     let max = max.reduce_max();
     if max == least { T::Real::of(0.0) } else { max }
+}
+
+/// e^x. The logarithm of a sum wants it exact: near 0, an error of the sum is as large there as it
+/// is in the sum.
+#[inline(always)]
+fn exponential<L: Math, const LOG: bool>(x: L) -> L {
+    if LOG { x.exp() } else { x.exp_for_store::<false>() }
 }
 
 /// The sum of exp(x - shift) over a row; with `KEPT`, `scratch` is filled with them, in register
 /// order.
 #[inline(always)]
-fn exp_sum<L, T, const KEPT: bool>(x: &[T], shift: T::Real, scratch: &mut [T::Real]) -> f64
+fn exp_sum<L, T, const LOG: bool, const KEPT: bool>(
+    x: &[T],
+    shift: T::Real,
+    scratch: &mut [T::Real],
+) -> f64
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    /// Out of line: rows with such spread, or masked ones, are rare.
+    struct Again<'a, L, T: Element, const LOG: bool, const KEPT: bool>(
+        &'a [T],
+        T::Real,
+        &'a mut [T::Real],
+        PhantomData<L>,
+    );
+    impl<L, T, const LOG: bool, const KEPT: bool> simd::Task for Again<'_, L, T, LOG, KEPT>
+    where
+        T: Element,
+        L: Math + Lanes<Real = T::Real> + Memory<T>,
+    {
+        type Output = f64;
+        #[inline(always)]
+        fn run(self) -> f64 {
+            exp_sum_of::<L, T, LOG, KEPT, false>(self.0, self.1, self.2).0
+        }
+    }
+    let (sum, magnitudes) = exp_sum_of::<L, T, LOG, KEPT, true>(x, shift, scratch);
+    if !LOG && L::is_far(magnitudes) {
+        return L::enter(Again::<L, T, LOG, KEPT>(x, shift, scratch, PhantomData));
+    }
+    sum
+}
+
+/// [`exp_sum`], and the largest magnitudes of x - shift; `NEAR` as for [`Math::exp_for_store`].
+#[inline(always)]
+fn exp_sum_of<L, T, const LOG: bool, const KEPT: bool, const NEAR: bool>(
+    x: &[T],
+    shift: T::Real,
+    scratch: &mut [T::Real],
+) -> (f64, L)
 where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
     let (shift, mut total) = (L::splat(shift), 0.0);
+    let mut magnitudes = L::splat(Real::of(0.0));
     for start in (0..x.len()).step_by(CHUNK * L::N) {
         let mut sum = L::splat(Real::of(0.0));
-        for i in (start..x.len().min(start + CHUNK * L::N)).step_by(L::N) {
-            let e = L::read(x, i, T::Real::MINUS_INFINITY).sub(shift).exp();
+        blocks!(L in start..x.len().min(start + CHUNK * L::N), (i, WHOLE) => {
+            let x = read::<L, T, WHOLE>(x, i, T::Real::MINUS_INFINITY).sub(shift);
+            let e = if LOG {
+                x.exp()
+            } else if WHOLE && NEAR {
+                magnitudes = x.abs().max(magnitudes); // a NaN is passed over
+                x.exp_for_store::<true>()
+            } else {
+                x.exp_for_store::<false>()
+            };
             if KEPT {
                 e.set(scratch, i);
             }
             sum = sum.add(e);
-        }
+        });
         total += sum.reduce_add().to_f64();
     }
-    total
+    (total, magnitudes)
 }
 
 /// Block `i` of exp(x - shift), as [`exp_sum`] kept it or computed again.
@@ -419,7 +514,10 @@ where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
-    if KEPT { L::get(scratch, i) } else { L::read(x, i, T::Real::MINUS_INFINITY).sub(shift).exp() }
+    if KEPT {
+        return L::get(scratch, i);
+    }
+    L::read(x, i, T::Real::MINUS_INFINITY).sub(shift).exp_for_store::<false>()
 }
 
 /// 1 / sum; 0 for a masked row if `zero_masked`. Only a masked row has a sum of 0, as the largest
@@ -453,21 +551,20 @@ where
         }
         for (r, scale) in scales[..runs.rows].iter_mut().enumerate() {
             let scratch = &mut scratch[r * room..][..room];
-            let sum = exp_sum::<L, T, KEPT>(x.row(r), shifts[r], scratch);
+            let sum = exp_sum::<L, T, LOG, KEPT>(x.row(r), shifts[r], scratch);
             *scale = if LOG { logarithm(sum, zero_masked) } else { inverse(sum, zero_masked) };
         }
         for (r, &scale) in scales[..runs.rows].iter().enumerate() {
             let (x, o, scratch) = (x.row(r), o.row(r), &scratch[r * room..][..room]);
             let (shift, scale) = (L::splat(shifts[r]), L::splat(scale));
-            for i in (0..x.len()).step_by(L::N) {
-                if LOG {
-                    let x: L = L::read(x, i, Real::of(0.0));
-                    x.sub(shift).sub(scale).write(o, i, task.stream);
+            blocks!(L in 0..x.len(), (i, WHOLE) => {
+                let result = if LOG {
+                    read::<L, T, WHOLE>(x, i, Real::of(0.0)).sub(shift).sub(scale)
                 } else {
-                    let e = exps::<L, T, KEPT>(x, i, shift, scratch);
-                    e.mul(scale).write(o, i, task.stream);
-                }
-            }
+                    exps::<L, T, KEPT>(x, i, shift, scratch).mul(scale)
+                };
+                write::<L, T, WHOLE>(result, o, i, task.stream);
+            });
         }
     }
 }
@@ -500,10 +597,10 @@ where
     let mut total = 0.0;
     for start in (0..x.len()).step_by(CHUNK * L::N) {
         let mut sum = L::splat(Real::of(0.0));
-        for i in (start..x.len().min(start + CHUNK * L::N)).step_by(L::N) {
-            let (x, y): (L, L) = (L::read(x, i, Real::of(0.0)), L::read(y, i, Real::of(0.0)));
-            sum = x.mul_add(y, sum);
-        }
+        blocks!(L in start..x.len().min(start + CHUNK * L::N), (i, WHOLE) => {
+            let x: L = read::<L, T, WHOLE>(x, i, Real::of(0.0));
+            sum = x.mul_add(read::<L, T, WHOLE>(y, i, Real::of(0.0)), sum);
+        });
         total += sum.reduce_add().to_f64();
     }
     Real::of(total)
@@ -573,16 +670,17 @@ where
                 continue;
             }
             let total = L::splat(total);
-            for i in (0..o.len()).step_by(L::N) {
-                let (o, grad): (L, L) = (L::read(o, i, zero), L::read(grad, i, zero));
+            blocks!(L in 0..o.len(), (i, WHOLE) => {
+                let o: L = read::<L, T, WHOLE>(o, i, zero);
+                let grad = read::<L, T, WHOLE>(grad, i, zero);
                 let o = if LOG { o.exp() } else { o };
                 let mut result = pull_back::<L, LOG>(o, grad, total);
                 if !LOG && task.options.zero_masked_rows {
                     // A masked row is all zeros, and so is its gradient, whatever arrives.
                     result = zero_where_zero(o, result);
                 }
-                result.write(dx, i, task.stream);
-            }
+                write::<L, T, WHOLE>(result, dx, i, task.stream);
+            });
         }
     }
 }
@@ -604,7 +702,7 @@ where
         }
         for (r, scale) in scales[..runs.rows].iter_mut().enumerate() {
             let (x, grad) = (x.row(r), grad.row(r));
-            let sum = exp_sum::<L, T, false>(x, shifts[r], &mut []);
+            let sum = exp_sum::<L, T, LOG, false>(x, shifts[r], &mut []);
             *scale = inverse(sum, task.options.zero_masked_rows);
             totals[r] = if LOG {
                 row_sum::<L, T>(grad)
@@ -648,7 +746,7 @@ pub(crate) fn column_statistics<L, T>(
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
-    column_sums::<L, T, false>(x, x, rows, max, inverse, &mut []);
+    column_sums::<L, T, false, false>(x, x, rows, max, inverse, &mut []);
     invert::<L>(inverse, zero_masked);
 }
 
@@ -705,7 +803,7 @@ impl<L: Lanes> Compensated<L> {
 /// it by [`MARGIN`]; only then are its sums so far scaled down. So a slowly rising column does not
 /// collect a rounding error for each step.
 #[inline(always)]
-fn column_sums<L, T, const DOT: bool>(
+fn column_sums<L, T, const LOG: bool, const DOT: bool>(
     x: &Run<'_, T>,
     grad: &Run<'_, T>,
     rows: Range<usize>,
@@ -719,14 +817,14 @@ fn column_sums<L, T, const DOT: bool>(
     // Lanes past the end of a row are zeros, for which all of this is harmless.
     let (zero, one) = (Real::of(0.0), L::splat(Real::of(1.0)));
     let least = L::splat(T::Real::MINUS_INFINITY);
-    for i in (0..x.len()).step_by(L::N) {
+    blocks!(L in 0..x.len(), (i, WHOLE) => {
         let (mut max, mut shift, mut base) = (least, least, L::splat(zero));
         let (mut sum, mut dot) = (Compensated::<L>::zero(), Compensated::<L>::zero());
         let mut start = rows.start;
         while start < rows.end {
             let end = rows.end.min(start + CHUNK_ROWS);
             for r in start..end {
-                max = max.max(L::read(x.row(r), i, zero));
+                max = max.max(read::<L, T, WHOLE>(x.row(r), i, zero));
             }
             let exceeds = shift.add(L::splat(Real::of(MARGIN))).lt(max);
             if L::any(exceeds) {
@@ -737,10 +835,10 @@ fn column_sums<L, T, const DOT: bool>(
             }
             let (mut chunk_sum, mut chunk_dot) = (L::splat(zero), L::splat(zero));
             for r in start..end {
-                let e = L::read(x.row(r), i, zero).sub(base).exp();
+                let e = exponential::<L, LOG>(read::<L, T, WHOLE>(x.row(r), i, zero).sub(base));
                 chunk_sum = chunk_sum.add(e);
                 if DOT {
-                    chunk_dot = e.mul_add(L::read(grad.row(r), i, zero), chunk_dot);
+                    chunk_dot = e.mul_add(read::<L, T, WHOLE>(grad.row(r), i, zero), chunk_dot);
                 }
             }
             sum = sum.add(chunk_sum);
@@ -755,7 +853,7 @@ fn column_sums<L, T, const DOT: bool>(
         if DOT {
             dot.value().mul(factor).set(dots, i);
         }
-    }
+    });
 }
 
 /// For each column, the sum of o * grad, or of grad alone for the logarithm.
@@ -770,19 +868,19 @@ fn column_totals<L, T, const LOG: bool>(
     L: Lanes<Real = T::Real> + Memory<T>,
 {
     let zero = Real::of(0.0);
-    for i in (0..grad.len()).step_by(L::N) {
+    blocks!(L in 0..grad.len(), (i, WHOLE) => {
         let mut total = Compensated::<L>::zero();
         for start in (0..rows).step_by(CHUNK_ROWS) {
             let mut sum = L::splat(zero);
             for r in start..rows.min(start + CHUNK_ROWS) {
-                let grad = L::read(grad.row(r), i, zero);
+                let grad = read::<L, T, WHOLE>(grad.row(r), i, zero);
                 sum =
-                    if LOG { sum.add(grad) } else { L::read(o.row(r), i, zero).mul_add(grad, sum) };
+                    if LOG { sum.add(grad) } else { read::<L, T, WHOLE>(o.row(r), i, zero).mul_add(grad, sum) };
             }
             total = total.add(sum);
         }
         total.value().set(totals, i);
-    }
+    });
 }
 
 /// For each column, 0 if it is nothing but minus infinity, else 1.
@@ -816,7 +914,7 @@ where
         let ([x], [mut o]) = (runs.inputs, runs.outputs);
         let room = x.len().next_multiple_of(L::N);
         let (max, scale) = (&mut max[..room], &mut scale[..room]);
-        column_sums::<L, T, false>(&x, &x, 0..runs.rows, max, scale, &mut []);
+        column_sums::<L, T, LOG, false>(&x, &x, 0..runs.rows, max, scale, &mut []);
         if LOG {
             for scale in scale.iter_mut() {
                 *scale = logarithm(scale.to_f64(), zero_masked);
@@ -826,12 +924,12 @@ where
         }
         for r in 0..runs.rows {
             let (x, o) = (x.row(r), o.row(r));
-            for i in (0..x.len()).step_by(L::N) {
-                let x = L::read(x, i, Real::of(0.0)).sub(L::get(max, i));
+            blocks!(L in 0..x.len(), (i, WHOLE) => {
+                let x = read::<L, T, WHOLE>(x, i, Real::of(0.0)).sub(L::get(max, i));
                 let scale = L::get(scale, i);
-                let result = if LOG { x.sub(scale) } else { x.exp().mul(scale) };
-                result.write(o, i, task.stream);
-            }
+                let result = if LOG { x.sub(scale) } else { x.exp_for_store::<false>().mul(scale) };
+                write::<L, T, WHOLE>(result, o, i, task.stream);
+            });
         }
     }
 }
@@ -856,8 +954,9 @@ where
         }
         for r in 0..runs.rows {
             let (o, grad, dx) = (o.row(r), grad.row(r), dx.row(r));
-            for i in (0..o.len()).step_by(L::N) {
-                let (o, grad): (L, L) = (L::read(o, i, zero), L::read(grad, i, zero));
+            blocks!(L in 0..o.len(), (i, WHOLE) => {
+                let o: L = read::<L, T, WHOLE>(o, i, zero);
+                let grad = read::<L, T, WHOLE>(grad, i, zero);
                 let o = if LOG { o.exp() } else { o };
                 let mut result = pull_back::<L, LOG>(o, grad, L::get(totals, i));
                 if look_for_masked {
@@ -865,8 +964,8 @@ where
                 } else if !LOG && task.options.zero_masked_rows {
                     result = zero_where_zero(o, result);
                 }
-                result.write(dx, i, task.stream);
-            }
+                write::<L, T, WHOLE>(result, dx, i, task.stream);
+            });
         }
     }
 }
@@ -885,11 +984,11 @@ where
         let room = x.len().next_multiple_of(L::N);
         let (max, scale, totals) = (&mut max[..room], &mut scale[..room], &mut totals[..room]);
         if LOG {
-            column_sums::<L, T, false>(&x, &grad, 0..runs.rows, max, scale, totals);
+            column_sums::<L, T, true, false>(&x, &grad, 0..runs.rows, max, scale, totals);
             column_totals::<L, T, true>(&x, &grad, runs.rows, totals);
             invert::<L>(scale, zero_masked);
         } else {
-            column_sums::<L, T, true>(&x, &grad, 0..runs.rows, max, scale, totals);
+            column_sums::<L, T, false, true>(&x, &grad, 0..runs.rows, max, scale, totals);
             invert::<L>(scale, zero_masked);
             for i in (0..room).step_by(L::N) {
                 L::get(totals, i).mul(L::get(scale, i)).set(totals, i);
@@ -899,7 +998,7 @@ where
             let (x, grad, dx) = (x.row(r), grad.row(r), dx.row(r));
             for i in (0..x.len()).step_by(L::N) {
                 let (x, grad): (L, L) = (L::read(x, i, zero), L::read(grad, i, zero));
-                let o = x.sub(L::get(max, i)).exp().mul(L::get(scale, i));
+                let o = exponential::<L, LOG>(x.sub(L::get(max, i))).mul(L::get(scale, i));
                 let mut result = pull_back::<L, LOG>(o, grad, L::get(totals, i));
                 if zero_masked {
                     result = zero_where_zero(L::get(scale, i), result);

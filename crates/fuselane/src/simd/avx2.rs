@@ -178,7 +178,12 @@ impl<const SPLIT: bool> Lanes for Avx2<SPLIT> {
 
 impl<const SPLIT: bool> F32Lanes for Avx2<SPLIT> {
     const FUSED: bool = true;
+    const SHORT: bool = SPLIT;
 
+    #[inline(always)]
+    fn reciprocal_estimate(self) -> Self {
+        x86!(Self(_mm256_rcp_ps(self.0), _mm256_rcp_ps(self.1)))
+    }
     #[inline(always)]
     fn min(self, other: Self) -> Self {
         x86!(Self(_mm256_min_ps(self.0, other.0), _mm256_min_ps(self.1, other.1)))

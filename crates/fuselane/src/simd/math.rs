@@ -33,17 +33,27 @@
 //! minimise the largest relative error (weighted least squares with Lawson's weights in f64); they
 //! were rounded to f32 one by one, lowest order first, fitting the others anew after each.
 
-use super::{F32Lanes, Lanes, MAX_LANES, PUSH, portable64::Portable64};
+use super::{F32Lanes, Lanes, MAX_LANES, PUSH, Task, portable64::Portable64};
 
 /// Elementary functions of a block.
 pub(crate) trait Math: Lanes {
     fn exp(self) -> Self;
+    /// e^x for sums and ratios whose results are stored: right to 2^-13 where 8 bits are stored,
+    /// as [`Math::exp`] elsewhere.
+    ///
+    /// `NEAR`, here and below, leaves out what arguments of large magnitude need, which has a
+    /// price in a loop. The caller collects the largest magnitude and, where that
+    /// [is far](Math::is_far), does it again without `NEAR`; results of near arguments are the
+    /// same bits.
+    fn exp_for_store<const NEAR: bool>(self) -> Self;
+    /// Whether one of these magnitudes is too large for `NEAR`.
+    fn is_far(magnitudes: Self) -> bool;
     /// Sine and cosine, within 1e-7 absolute for every finite argument.
     fn sin_cos(self) -> (Self, Self);
     /// 1 / (1 + e^-x).
-    fn sigmoid(self) -> Self;
+    fn sigmoid<const NEAR: bool>(self) -> Self;
     /// x sigmoid(x).
-    fn silu(self) -> Self;
+    fn silu<const NEAR: bool>(self) -> Self;
     fn tanh(self) -> Self;
     /// x Φ(x), where Φ is the distribution function of the standard normal distribution.
     fn gelu(self) -> Self;
@@ -53,8 +63,8 @@ pub(crate) trait Math: Lanes {
     fn softplus(self) -> Self;
     /// The function and its derivative, sharing what they have in common. The value may differ from
     /// that of the function alone by a rounding.
-    fn sigmoid_and_slope(self) -> (Self, Self);
-    fn silu_and_slope(self) -> (Self, Self);
+    fn sigmoid_and_slope<const NEAR: bool>(self) -> (Self, Self);
+    fn silu_and_slope<const NEAR: bool>(self) -> (Self, Self);
     fn tanh_and_slope(self) -> (Self, Self);
     fn gelu_and_slope(self) -> (Self, Self);
     fn gelu_tanh_and_slope(self) -> (Self, Self);
@@ -142,6 +152,101 @@ impl<L: F32Lanes> Power<L> {
     fn value_plus(&self, term: f32) -> L {
         self.fraction().mul_add(self.scale, L::splat(term))
     }
+}
+
+/// The short forms, for results that are stored as bf16: eight bits, of which a relative error of
+/// 2^-11 spoils a few in a thousand, by one unit in the last place. (The tests of `act` run all
+/// 65,536 inputs.) They need about half the instructions.
+///
+/// e^-u is 2^m p(g), where m + g is -u / ln 2 in a fixed-point number: `pushed` holds m and its
+/// exponent's bias in the low bits, as in [`Power`], and g comes out multiplied by the root of
+/// the cubic's highest coefficient, which saves that multiplication:
+///
+/// ```text
+/// 2^g = ((g' g' + h) g' + b),   g' = c g
+/// ```
+///
+/// The constants were searched together, so that K = c M is a number of f32 and the largest
+/// relative error is least (8.1e-5). `M` has a half bit of slack: m is rounded down by about a
+/// half, so that g' is positive throughout.
+struct Short<L> {
+    fraction: L,
+    scale: L,
+}
+
+/// The short forms hold for arguments up to this magnitude. Beyond, the exact form takes over,
+/// lane by lane, so that no result depends on its neighbours.
+const SHORT_LIMIT: f32 = 86.0;
+
+impl<L: F32Lanes> Short<L> {
+    #[inline(always)]
+    fn minus(u: L) -> Self {
+        let pushed = u.neg_mul_add(L::splat(LOG2_E), L::splat(8_846_975.0));
+        let g = pushed.neg_mul_add(L::splat(0.380_690_46), L::splat(3_367_959.5));
+        let g = u.neg_mul_add(L::splat(0.549_220_2), g);
+        let fraction = g.mul_add(g, L::splat(0.886_927)).mul_add(g, L::splat(0.331_258_4));
+        Self { fraction, scale: pushed.exp2_pushed() }
+    }
+
+    /// e^-u.
+    #[inline(always)]
+    fn value(&self) -> L {
+        self.fraction.mul(self.scale)
+    }
+
+    /// 1 / (1 + e^-u), to 2^-11.5.
+    #[inline(always)]
+    fn sigmoid(&self) -> L {
+        self.fraction.mul_add(self.scale, L::splat(1.0)).reciprocal_estimate()
+    }
+
+    /// 1 / (1 + e^-u) to 2^-13, and 1 - that. The better reciprocal is for slopes, in which
+    /// terms cancel.
+    #[inline(always)]
+    fn sigmoid_and_complement(&self) -> (L, L) {
+        let divisor = self.fraction.mul_add(self.scale, L::splat(1.0));
+        let estimate = divisor.reciprocal_estimate();
+        let s = estimate.mul(divisor.neg_mul_add(estimate, L::splat(2.0)));
+        (s, self.value().mul(s))
+    }
+}
+
+/// The functions that have a short form.
+#[derive(Clone, Copy)]
+enum Exactly {
+    Exp,
+    Sigmoid,
+    Silu,
+    SigmoidAndSlope,
+    SiluAndSlope,
+}
+
+/// A block through the exact form, out of line: it is rarely needed.
+struct Exact<L>(Exactly, L);
+
+impl<L: F32Lanes> Task for Exact<L> {
+    type Output = (L, L);
+    #[inline(always)]
+    fn run(self) -> (L, L) {
+        match self.0 {
+            Exactly::Exp => (exact_exp(self.1), self.1),
+            Exactly::Sigmoid => (exact_sigmoid(self.1), self.1),
+            Exactly::Silu => (exact_silu(self.1), self.1),
+            Exactly::SigmoidAndSlope => exact_sigmoid_and_slope(self.1),
+            Exactly::SiluAndSlope => exact_silu_and_slope(self.1),
+        }
+    }
+}
+
+/// `short`, but the exact form where `x` is beyond [`SHORT_LIMIT`]. A NaN passes through either.
+#[inline(always)]
+fn unless_far<L: F32Lanes, const NEAR: bool>(x: L, which: Exactly, short: (L, L)) -> (L, L) {
+    let far = L::splat(SHORT_LIMIT).lt(x.abs());
+    if NEAR || !L::any(far) {
+        return short;
+    }
+    let exact = L::enter(Exact(which, x));
+    (L::select(far, exact.0, short.0), L::select(far, exact.1, short.1))
 }
 
 /// x within `low..=high`; a NaN stays.
@@ -294,36 +399,89 @@ fn sin_cos_of_large(x: &mut [f32; MAX_LANES], cosines: &mut [f32; MAX_LANES]) {
     }
 }
 
+/// Within 2 ulp (2.3 without fused multiply-add).
+///
+/// Reduced by multiples of 2 ln 2, so that the power of two is a square: both its factors are
+/// the same normal number, and the second product is where overflow and denormal results
+/// happen. That costs one degree more, and spares building a second power. The polynomial was
+/// fitted on ±0.694; its relative error is 2^-26.
+#[inline(always)]
+fn exact_exp<L: F32Lanes>(x: L) -> L {
+    let x = clamp(x, -104.0, 89.0);
+    let push = L::splat(PUSH + 127.0);
+    let pushed = x.mul_add(L::splat(0.5 * LOG2_E), push);
+    let n = pushed.sub(push);
+    let r = n.neg_mul_add(L::splat(2.0 * LN2_HIGH), x);
+    let r = n.neg_mul_add(L::splat(2.0 * LN2_LOW), r);
+    let fraction = polynomial(
+        r,
+        [
+            0.000_196_305_7,
+            0.001_410_553_2,
+            0.008_335_964,
+            0.041_661_195,
+            0.166_666_16,
+            0.500_000_36,
+            1.0,
+            1.0,
+        ],
+    );
+    let root = pushed.exp2_pushed();
+    fraction.mul(root).mul(root)
+}
+
+/// Within 3 ulp.
+#[inline(always)]
+fn exact_sigmoid<L: F32Lanes>(x: L) -> L {
+    let power = Power::minus(clamp(x, -105.0, 32.0), -64.0);
+    L::splat(DOWN).div(power.value_plus(DOWN))
+}
+
+/// Within 3 ulp.
+#[inline(always)]
+fn exact_silu<L: F32Lanes>(x: L) -> L {
+    let (x, rest, power) = silu_parts(x);
+    gated(x, rest, &power)
+}
+
+/// Slope within 3 ulp.
+///
+/// The slope is even, so this starts from the smaller of sigmoid(x) and sigmoid(-x): their
+/// product keeps its accuracy on both sides.
+#[inline(always)]
+fn exact_sigmoid_and_slope<L: F32Lanes>(x: L) -> (L, L) {
+    let power = Power::minus(L::splat(-105.0).max(x.abs().neg()), -64.0);
+    let small = L::splat(DOWN).div(power.value_plus(DOWN));
+    let large = L::splat(1.0).sub(small);
+    (x.select_sign(small, large), small.mul(large))
+}
+
+/// Slope within 4.5 ulp of the larger of its terms s and x s (1 - s); they cancel at
+/// x = -1.278.
+#[inline(always)]
+fn exact_silu_and_slope<L: F32Lanes>(x: L) -> (L, L) {
+    let (clamped, rest, power) = silu_parts(x);
+    gated_and_slope(x, clamped, rest, clamped, &power)
+}
+
 impl<L: F32Lanes> Math for L {
-    /// Within 2 ulp (2.3 without fused multiply-add).
-    ///
-    /// Reduced by multiples of 2 ln 2, so that the power of two is a square: both its factors are
-    /// the same normal number, and the second product is where overflow and denormal results
-    /// happen. That costs one degree more, and spares building a second power. The polynomial was
-    /// fitted on ±0.694; its relative error is 2^-26.
     #[inline(always)]
     fn exp(self) -> Self {
-        let x = clamp(self, -104.0, 89.0);
-        let push = L::splat(PUSH + 127.0);
-        let pushed = x.mul_add(L::splat(0.5 * LOG2_E), push);
-        let n = pushed.sub(push);
-        let r = n.neg_mul_add(L::splat(2.0 * LN2_HIGH), x);
-        let r = n.neg_mul_add(L::splat(2.0 * LN2_LOW), r);
-        let fraction = polynomial(
-            r,
-            [
-                0.000_196_305_7,
-                0.001_410_553_2,
-                0.008_335_964,
-                0.041_661_195,
-                0.166_666_16,
-                0.500_000_36,
-                1.0,
-                1.0,
-            ],
-        );
-        let root = pushed.exp2_pushed();
-        fraction.mul(root).mul(root)
+        exact_exp(self)
+    }
+
+    #[inline(always)]
+    fn is_far(magnitudes: Self) -> bool {
+        L::SHORT && L::any(L::splat(SHORT_LIMIT).lt(magnitudes))
+    }
+
+    #[inline(always)]
+    fn exp_for_store<const NEAR: bool>(self) -> Self {
+        if !L::SHORT {
+            return exact_exp(self);
+        }
+        let e = Short::minus(self.neg()).value();
+        unless_far::<L, NEAR>(self, Exactly::Exp, (e, e)).0
     }
 
     /// Within 1e-7 absolute; where |x| < 0.7, sine is within 0.7 ulp.
@@ -373,18 +531,22 @@ impl<L: F32Lanes> Math for L {
         }
     }
 
-    /// Within 3 ulp.
     #[inline(always)]
-    fn sigmoid(self) -> Self {
-        let power = Power::minus(clamp(self, -105.0, 32.0), -64.0);
-        L::splat(DOWN).div(power.value_plus(DOWN))
+    fn sigmoid<const NEAR: bool>(self) -> Self {
+        if !L::SHORT {
+            return exact_sigmoid(self);
+        }
+        let s = Short::minus(self).sigmoid();
+        unless_far::<L, NEAR>(self, Exactly::Sigmoid, (s, s)).0
     }
 
-    /// Within 3 ulp.
     #[inline(always)]
-    fn silu(self) -> Self {
-        let (x, rest, power) = silu_parts(self);
-        gated(x, rest, &power)
+    fn silu<const NEAR: bool>(self) -> Self {
+        if !L::SHORT {
+            return exact_silu(self);
+        }
+        let value = self.mul(Short::minus(self).sigmoid());
+        unless_far::<L, NEAR>(self, Exactly::Silu, (value, value)).0
     }
 
     /// Within 3 ulp.
@@ -417,24 +579,23 @@ impl<L: F32Lanes> Math for L {
         ln_1p_plus(exp_minus_abs(self), L::splat(0.0).max(self))
     }
 
-    /// Slope within 3 ulp.
-    ///
-    /// The slope is even, so this starts from the smaller of sigmoid(x) and sigmoid(-x): their
-    /// product keeps its accuracy on both sides.
     #[inline(always)]
-    fn sigmoid_and_slope(self) -> (Self, Self) {
-        let power = Power::minus(L::splat(-105.0).max(self.abs().neg()), -64.0);
-        let small = L::splat(DOWN).div(power.value_plus(DOWN));
-        let large = L::splat(1.0).sub(small);
-        (self.select_sign(small, large), small.mul(large))
+    fn sigmoid_and_slope<const NEAR: bool>(self) -> (Self, Self) {
+        if !L::SHORT {
+            return exact_sigmoid_and_slope(self);
+        }
+        let (s, complement) = Short::minus(self).sigmoid_and_complement();
+        unless_far::<L, NEAR>(self, Exactly::SigmoidAndSlope, (s, s.mul(complement)))
     }
 
-    /// Slope within 4.5 ulp of the larger of its terms s and x s (1 - s); they cancel at
-    /// x = -1.278.
     #[inline(always)]
-    fn silu_and_slope(self) -> (Self, Self) {
-        let (x, rest, power) = silu_parts(self);
-        gated_and_slope(self, x, rest, x, &power)
+    fn silu_and_slope<const NEAR: bool>(self) -> (Self, Self) {
+        if !L::SHORT {
+            return exact_silu_and_slope(self);
+        }
+        let (s, complement) = Short::minus(self).sigmoid_and_complement();
+        let slope = s.mul(self.mul_add(complement, L::splat(1.0)));
+        unless_far::<L, NEAR>(self, Exactly::SiluAndSlope, (self.mul(s), slope))
     }
 
     /// Slope within 4 ulp.
@@ -536,13 +697,19 @@ impl Math for Portable64 {
     fn exp(self) -> Self {
         self.map(f64::exp)
     }
+    fn exp_for_store<const NEAR: bool>(self) -> Self {
+        self.exp()
+    }
+    fn is_far(_magnitudes: Self) -> bool {
+        false
+    }
     fn sin_cos(self) -> (Self, Self) {
         (self.map(f64::sin), self.map(f64::cos))
     }
-    fn sigmoid(self) -> Self {
+    fn sigmoid<const NEAR: bool>(self) -> Self {
         self.map(scalar::sigmoid)
     }
-    fn silu(self) -> Self {
+    fn silu<const NEAR: bool>(self) -> Self {
         self.map(scalar::silu)
     }
     fn tanh(self) -> Self {
@@ -557,11 +724,11 @@ impl Math for Portable64 {
     fn softplus(self) -> Self {
         self.map(scalar::softplus)
     }
-    fn sigmoid_and_slope(self) -> (Self, Self) {
-        (self.sigmoid(), self.map(scalar::sigmoid_slope))
+    fn sigmoid_and_slope<const NEAR: bool>(self) -> (Self, Self) {
+        (self.sigmoid::<NEAR>(), self.map(scalar::sigmoid_slope))
     }
-    fn silu_and_slope(self) -> (Self, Self) {
-        (self.silu(), self.map(scalar::silu_slope))
+    fn silu_and_slope<const NEAR: bool>(self) -> (Self, Self) {
+        (self.silu::<NEAR>(), self.map(scalar::silu_slope))
     }
     fn tanh_and_slope(self) -> (Self, Self) {
         (self.tanh(), self.map(scalar::tanh_slope))
@@ -757,12 +924,12 @@ mod tests {
         }
         match which {
             Which::Exp => each!(x, x.exp(), (x.exp(), x.exp())),
-            Which::Sigmoid => each!(x, x.sigmoid(), x.sigmoid_and_slope()),
-            Which::Silu => each!(x, x.silu(), x.silu_and_slope()),
+            Which::Sigmoid => each!(x, x.sigmoid::<false>(), x.sigmoid_and_slope::<false>()),
+            Which::Silu => each!(x, x.silu::<false>(), x.silu_and_slope::<false>()),
             Which::Tanh => each!(x, x.tanh(), x.tanh_and_slope()),
             Which::Gelu => each!(x, x.gelu(), x.gelu_and_slope()),
             Which::GeluTanh => each!(x, x.gelu_tanh(), x.gelu_tanh_and_slope()),
-            Which::Softplus => each!(x, x.softplus(), (x.softplus(), x.sigmoid())),
+            Which::Softplus => each!(x, x.softplus(), (x.softplus(), x.sigmoid::<false>())),
             Which::SinCos => each!(x, x.sin_cos().0, x.sin_cos()),
         }
     }

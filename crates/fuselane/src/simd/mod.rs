@@ -117,6 +117,11 @@ pub(crate) trait Lanes: Copy {
 pub(crate) trait F32Lanes: Lanes<Real = f32> {
     /// Whether [`Lanes::mul_add`] rounds once.
     const FUSED: bool;
+    /// Whether results are stored with no more than 8 bits (bf16), so that elementary functions
+    /// need not be right to the last bit of f32.
+    const SHORT: bool;
+    /// 1 / self, to 2^-11 or better.
+    fn reciprocal_estimate(self) -> Self;
     /// The smaller of each pair; `other` where either is NaN.
     fn min(self, other: Self) -> Self;
     /// The magnitude of self with the sign of `sign`.

@@ -137,6 +137,13 @@ impl Lanes for Portable {
 
 impl F32Lanes for Portable {
     const FUSED: bool = false;
+    /// The short forms rely on fused multiply-add.
+    const SHORT: bool = false;
+
+    #[inline(always)]
+    fn reciprocal_estimate(self) -> Self {
+        Self::splat(1.0).div(self)
+    }
 
     #[inline(always)]
     fn min(self, other: Self) -> Self {
