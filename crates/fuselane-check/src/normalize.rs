@@ -14,7 +14,7 @@ use crate::outcome::{Call, Expected, Outcomes};
 use crate::tensor::Tensor;
 use crate::{Bound, Case};
 
-/// What is promised of the normalization, checked for groups of up to 2,200 features; sums run in
+/// What is promised of the normalization, checked for groups of up to 1,100 features; sums run in
 /// chunks, so that K should not grow much beyond. The terms of the centered p are |p| and mean |p|, those of 1 + weight 1 and
 /// |weight|; those of rstd are what an error of p does to it; all others are those of the formulas. `residual_out` is exact but for its rounding.
 pub const BOUNDS: [Bound; 9] = [
@@ -58,9 +58,9 @@ struct Norm {
 }
 
 /// Features in a group, around the widths of lanes (4, 8, 16), and beyond the chunk that sums run
-/// in (2048).
+/// in with narrow lanes (128 blocks).
 const GROUP: [usize; 13] = [8, 16, 17, 3, 15, 4, 9, 2, 31, 33, 7, 5, 1];
-const LONG: usize = 2200;
+const LONG: usize = 1100;
 /// Rows beyond the blocks that dweight and dbias are summed in (16 and 64).
 const MANY: usize = 700;
 

@@ -25,7 +25,7 @@
 //!
 //! **Numerics.** Everything is computed in f32 (f64 for f64) and rounded once at the store; what is
 //! normalized is the unrounded sum, of which `residual_out` receives a rounded copy. Sums run in
-//! lanes within chunks of `CHUNK` elements and in f64 across chunks, so their error does not grow
+//! lanes within chunks of `CHUNK` blocks and in f64 across chunks, so their error does not grow
 //! with d. The mean is taken twice: after a first one m, q0 = p - m has a small mean delta (what
 //! rounding left over), and mean(q0^2) - delta^2 is the variance without cancellation, even where
 //! the mean is a million times the deviation. The backward finds delta anew, so rounding the kept
@@ -636,9 +636,9 @@ impl Normalize {
     }
 }
 
-/// Sums run in lanes within this many elements, and in f64 across them. With a pass over a chunk a
-/// function call, fewer would cost time and more would cost accuracy.
-const CHUNK: usize = 2048;
+/// Sums run in lanes within a chunk of this many blocks, and in f64 across chunks. With a pass over a
+/// chunk a function call, fewer would cost time and more would cost accuracy.
+const CHUNK: usize = 128;
 
 /// Of a longer group, what passes hand on is computed anew in each of them, so that no row needs
 /// working memory of its own size.
@@ -702,7 +702,7 @@ impl Groups {
     fn memory<R: Real>(self, any: bool) -> Scratch<R> {
         Scratch::new(match any {
             false => 0,
-            true if self.len > LONG => CHUNK,
+            true if self.len > LONG => CHUNK * MAX_LANES,
             true => self.len,
         })
     }
@@ -744,9 +744,9 @@ struct Chunk {
 impl Chunk {
     /// The chunk at `start` of a group of length `len`.
     #[inline(always)]
-    fn new(start: usize, len: usize) -> Self {
+    fn new<L: Lanes>(start: usize, len: usize) -> Self {
         let kept = if len > LONG { 0 } else { start };
-        Self { start, len: CHUNK.min(len - start), kept }
+        Self { start, len: (CHUNK * L::N).min(len - start), kept }
     }
 
     /// This part of a row, if it takes part.
@@ -1062,8 +1062,8 @@ impl<T: Element> ForwardGroup<'_, T> {
         loop {
             let (mut sum, mut sum_of_squares) = (0.0, 0.0);
             let [near, rest, scale] = [scalar(near_mean), scalar(delta), scalar(rstd)];
-            for start in (0..len).step_by(CHUNK) {
-                let chunk = Chunk::new(start, len);
+            for start in (0..len).step_by(CHUNK * L::N) {
+                let chunk = Chunk::new::<L>(start, len);
                 let gates_due = match with.gate {
                     None => false,
                     Some(GatePosition::Pre) => pass == Pass::First || long,
@@ -1468,8 +1468,8 @@ impl<T: Element> BackwardGroup<'_, T> {
             let mean_dr = scalar(sum_dr * per_element);
             let mean_rdr = (sum_qdr - delta * sum_dr) * self.rstd.to_f64() * per_element;
             let (delta, mean_rdr) = (scalar(delta), scalar(mean_rdr));
-            for start in (0..len).step_by(CHUNK) {
-                let chunk = Chunk::new(start, len);
+            for start in (0..len).step_by(CHUNK * L::N) {
+                let chunk = Chunk::new::<L>(start, len);
                 if with.gate.is_some() && (summing == first || len > LONG) {
                     gate_values::<L, T>(act, self.gate, chunk, self.gates, self.slopes);
                 }
