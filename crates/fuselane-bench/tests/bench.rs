@@ -164,7 +164,12 @@ fn a_run_goes_on_where_it_stopped() {
         keys
     };
     assert_eq!(keys(&again), keys(&whole));
-    assert_eq!(records(&text(&output.stdout)).len(), records(&whole).len() - 5);
+    assert_eq!(
+        records(&text(&output.stdout)).len(),
+        records(&whole).len() - 5,
+        "{}",
+        text(&output.stdout)
+    );
 }
 
 #[test]

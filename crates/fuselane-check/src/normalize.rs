@@ -18,15 +18,15 @@ use crate::{Bound, Case};
 /// chunks, so that K should not grow much beyond. The terms of the centered p are |p| and mean |p|, those of 1 + weight 1 and
 /// |weight|; those of rstd are what an error of p does to it; all others are those of the formulas. `residual_out` is exact but for its rounding.
 pub const BOUNDS: [Bound; 9] = [
-    Bound { output: "o", f32: 7.5, bf16: 6000.0, f64: 80.0 },
+    Bound { output: "o", f32: 7.5, bf16: 7.5, f64: 80.0 },
     Bound { output: "residual_out", f32: 0.0, bf16: 0.0, f64: 0.0 },
-    Bound { output: "rstd", f32: 2.0, bf16: 3000.0, f64: 25.0 },
-    Bound { output: "mean", f32: 4.5, bf16: 6000.0, f64: 20.0 },
-    Bound { output: "dx", f32: 8.5, bf16: 6000.0, f64: 48.0 },
-    Bound { output: "dresidual", f32: 8.5, bf16: 6000.0, f64: 48.0 },
-    Bound { output: "dgate", f32: 8.5, bf16: 6000.0, f64: 48.0 },
-    Bound { output: "dweight", f32: 6.5, bf16: 6000.0, f64: 20.0 },
-    Bound { output: "dbias", f32: 4.5, bf16: 6000.0, f64: 5.0 },
+    Bound { output: "rstd", f32: 2.0, bf16: 2.0, f64: 25.0 },
+    Bound { output: "mean", f32: 4.5, bf16: 4.5, f64: 20.0 },
+    Bound { output: "dx", f32: 8.5, bf16: 8.5, f64: 48.0 },
+    Bound { output: "dresidual", f32: 8.5, bf16: 8.5, f64: 48.0 },
+    Bound { output: "dgate", f32: 8.5, bf16: 8.5, f64: 48.0 },
+    Bound { output: "dweight", f32: 6.5, bf16: 6.5, f64: 20.0 },
+    Bound { output: "dbias", f32: 4.5, bf16: 4.5, f64: 5.0 },
 ];
 
 /// What becomes of the residual.

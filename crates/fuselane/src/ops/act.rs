@@ -25,7 +25,6 @@ use super::contiguous_last;
 use crate::error::{Error, Result};
 use crate::pool::Buffer;
 use crate::rows::{Operands, Part, Rows};
-use crate::scratch::Scratch;
 use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory, Task};
 use crate::view::{View, ViewMut};
 use crate::{Element, Real, isa};
@@ -181,20 +180,35 @@ impl Act {
         matches!(self, Self::Sigmoid | Self::Silu)
     }
 
+    /// f(x) to be stored as it is: as exact as the stored type needs. `NEAR` is as for
+    /// [`Math::exp_for_store`].
+    #[inline(always)]
+    fn stored_value<L: Math, const NEAR: bool>(self, x: L) -> L {
+        match self {
+            Self::Sigmoid => x.sigmoid_for_store::<NEAR>(),
+            Self::Silu => x.silu_for_store::<NEAR>(),
+            _ => self.value(x),
+        }
+    }
+
+    /// grad * f'(x) to be stored as it is.
+    #[inline(always)]
+    fn stored_pull_back<L: Math, const NEAR: bool>(self, x: L, grad: L) -> L {
+        match self {
+            Self::Sigmoid => grad.mul(x.sigmoid_slope_for_store::<NEAR>()),
+            Self::Silu => grad.mul(x.silu_slope_for_store::<NEAR>()),
+            _ => self.pull_back(x, grad),
+        }
+    }
+
     /// f(x).
     #[inline(always)]
     pub(crate) fn value<L: Math>(self, x: L) -> L {
-        self.value_of::<L, false>(x)
-    }
-
-    /// f(x), where `NEAR` is as for [`Math::sigmoid`].
-    #[inline(always)]
-    fn value_of<L: Math, const NEAR: bool>(self, x: L) -> L {
         match self {
             Self::None => x,
             Self::Relu => L::splat(Real::of(0.0)).max(x),
-            Self::Sigmoid => x.sigmoid::<NEAR>(),
-            Self::Silu => x.silu::<NEAR>(),
+            Self::Sigmoid => x.sigmoid(),
+            Self::Silu => x.silu(),
             Self::Tanh => x.tanh(),
             Self::Gelu => x.gelu(),
             Self::GeluTanh => x.gelu_tanh(),
@@ -210,30 +224,30 @@ impl Act {
     #[inline(always)]
     pub(crate) fn value_and_slope<L: Math>(self, x: L) -> (L, L) {
         match self {
-            Self::Sigmoid => x.sigmoid_and_slope::<false>(),
-            Self::Silu => x.silu_and_slope::<false>(),
+            Self::Sigmoid => x.sigmoid_and_slope(),
+            Self::Silu => x.silu_and_slope(),
             Self::Tanh => x.tanh_and_slope(),
             Self::Gelu => x.gelu_and_slope(),
             Self::GeluTanh => x.gelu_tanh_and_slope(),
             Self::None | Self::Relu | Self::Softplus | Self::ReluSquared => {
-                (self.value(x), self.slope::<L, false>(x))
+                (self.value(x), self.slope(x))
             }
         }
     }
 
     /// f'(x).
     #[inline(always)]
-    fn slope<L: Math, const NEAR: bool>(self, x: L) -> L {
+    fn slope<L: Math>(self, x: L) -> L {
         let (zero, one) = (L::splat(Real::of(0.0)), L::splat(Real::of(1.0)));
         match self {
             Self::None => one,
             Self::Relu => L::select(x.le(zero), zero, one),
-            Self::Sigmoid => x.sigmoid_and_slope::<NEAR>().1,
-            Self::Silu => x.silu_and_slope::<NEAR>().1,
+            Self::Sigmoid => x.sigmoid_and_slope().1,
+            Self::Silu => x.silu_and_slope().1,
             Self::Tanh => x.tanh_and_slope().1,
             Self::Gelu => x.gelu_and_slope().1,
             Self::GeluTanh => x.gelu_tanh_and_slope().1,
-            Self::Softplus => x.sigmoid::<false>(),
+            Self::Softplus => x.sigmoid(),
             Self::ReluSquared => {
                 let positive = zero.max(x);
                 positive.add(positive)
@@ -244,11 +258,6 @@ impl Act {
     /// grad * f'(x), where relu and its square cut `grad` off whatever it is.
     #[inline(always)]
     pub(crate) fn pull_back<L: Math>(self, x: L, grad: L) -> L {
-        self.pull_back_of::<L, false>(x, grad)
-    }
-
-    #[inline(always)]
-    fn pull_back_of<L: Math, const NEAR: bool>(self, x: L, grad: L) -> L {
         match self {
             Self::None => grad,
             Self::Relu => {
@@ -261,7 +270,7 @@ impl Act {
                 let (zero, half) = (L::splat(Real::of(0.0)), grad.mul(x));
                 L::select(x.le(zero), zero, half.add(half))
             }
-            _ => grad.mul(self.slope::<L, NEAR>(x)),
+            _ => grad.mul(self.slope(x)),
         }
     }
 }
@@ -339,13 +348,13 @@ impl Kernel for Forward<'_> {
                     if act.has_short_form() {
                         magnitudes = x.abs().max(magnitudes); // a NaN is passed over
                     }
-                    act.value_of::<L, true>(x).write_whole(o, i, stream);
+                    act.stored_value::<L, true>(x).write_whole(o, i, stream);
                 }
             }
             let again = act.has_short_form() && L::is_far(magnitudes);
             let rest = if again { 0 } else { x.len() / WIDE * WIDE };
             for i in (rest..x.len()).step_by(L::N) {
-                act.value(L::read(x, i, zero)).write(o, i, stream);
+                act.stored_value::<L, false>(L::read(x, i, zero)).write(o, i, stream);
             }
         });
     }
@@ -363,16 +372,13 @@ impl Kernel for InPlace<'_> {
         T: Element,
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
-        let mut y = Scratch::<T::Real>::new(TILE);
-        while let Some(row) = self.part.next::<T>() {
+        let (act, zero) = (self.act, Real::of(0.0));
+        specialized!(act => while let Some(row) = self.part.next::<T>() {
             let [x] = row.outputs;
-            let y = &mut y[..x.len()];
-            values::<L, T>(self.act, x, y);
             for i in (0..x.len()).step_by(L::N) {
-                let y: L = L::read(y, i, Real::of(0.0));
-                y.write(x, i, false);
+                act.stored_value::<L, false>(L::read(x, i, zero)).write(x, i, false);
             }
-        }
+        });
     }
 }
 
@@ -400,48 +406,17 @@ impl Kernel for Backward<'_> {
                     if act.has_short_form() {
                         magnitudes = x.abs().max(magnitudes); // a NaN is passed over
                     }
-                    act.pull_back_of::<L, true>(x, grad).write_whole(dx, i, stream);
+                    act.stored_pull_back::<L, true>(x, grad).write_whole(dx, i, stream);
                 }
             }
             let again = act.has_short_form() && L::is_far(magnitudes);
             let rest = if again { 0 } else { x.len() / WIDE * WIDE };
             for i in (rest..x.len()).step_by(L::N) {
                 let (x, grad): (L, L) = (L::read(x, i, zero), L::read(grad, i, zero));
-                act.pull_back(x, grad).write(dx, i, stream);
+                act.stored_pull_back::<L, false>(x, grad).write(dx, i, stream);
             }
         });
     }
-}
-
-/// `y = f(x)`, in index order, in a function of its own.
-#[inline(always)]
-pub(crate) fn values<L, T>(act: Act, x: &[T], y: &mut [T::Real])
-where
-    T: Element,
-    L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
-{
-    struct Values<'a, L, T: Element> {
-        act: Act,
-        x: &'a [T],
-        y: &'a mut [T::Real],
-        lanes: PhantomData<L>,
-    }
-    impl<L, T> Task for Values<'_, L, T>
-    where
-        T: Element,
-        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
-    {
-        type Output = ();
-        #[inline(always)]
-        fn run(self) {
-            let (Self { act, x, y, .. }, zero) = (self, Real::of(0.0));
-            specialized!(act => for i in (0..x.len()).step_by(L::N) {
-                let x: L = L::read(x, i, zero);
-                act.value(x).write(y, i, false);
-            });
-        }
-    }
-    L::enter(Values { act, x, y, lanes: PhantomData::<L> });
 }
 
 impl fmt::Display for Act {

@@ -51,9 +51,12 @@ pub(crate) trait Math: Lanes {
     /// Sine and cosine, within 1e-7 absolute for every finite argument.
     fn sin_cos(self) -> (Self, Self);
     /// 1 / (1 + e^-x).
-    fn sigmoid<const NEAR: bool>(self) -> Self;
+    fn sigmoid(self) -> Self;
     /// x sigmoid(x).
-    fn silu<const NEAR: bool>(self) -> Self;
+    fn silu(self) -> Self;
+    /// These, as [`Math::exp_for_store`] is to [`Math::exp`].
+    fn sigmoid_for_store<const NEAR: bool>(self) -> Self;
+    fn silu_for_store<const NEAR: bool>(self) -> Self;
     fn tanh(self) -> Self;
     /// x Φ(x), where Φ is the distribution function of the standard normal distribution.
     fn gelu(self) -> Self;
@@ -63,8 +66,11 @@ pub(crate) trait Math: Lanes {
     fn softplus(self) -> Self;
     /// The function and its derivative, sharing what they have in common. The value may differ from
     /// that of the function alone by a rounding.
-    fn sigmoid_and_slope<const NEAR: bool>(self) -> (Self, Self);
-    fn silu_and_slope<const NEAR: bool>(self) -> (Self, Self);
+    fn sigmoid_and_slope(self) -> (Self, Self);
+    fn silu_and_slope(self) -> (Self, Self);
+    /// The slopes, for gradients that are stored.
+    fn sigmoid_slope_for_store<const NEAR: bool>(self) -> Self;
+    fn silu_slope_for_store<const NEAR: bool>(self) -> Self;
     fn tanh_and_slope(self) -> (Self, Self);
     fn gelu_and_slope(self) -> (Self, Self);
     fn gelu_tanh_and_slope(self) -> (Self, Self);
@@ -154,9 +160,9 @@ impl<L: F32Lanes> Power<L> {
     }
 }
 
-/// The short forms, for results that are stored as bf16: eight bits, of which a relative error of
-/// 2^-11 spoils a few in a thousand, by one unit in the last place. (The tests of `act` run all
-/// 65,536 inputs.) They need about half the instructions.
+/// The short forms, for results that are stored as bf16 at once: eight bits, of which a relative
+/// error of 2^-11 spoils a few in a thousand, by one unit in the last place. (`fuselane-check` runs
+/// all 65,536 inputs.) They need about half the instructions.
 ///
 /// e^-u is 2^m p(g), where m + g is -u / ln 2 in a fixed-point number: `pushed` holds m and its
 /// exponent's bias in the low bits, as in [`Power`], and g comes out multiplied by the root of
@@ -217,36 +223,35 @@ enum Exactly {
     Exp,
     Sigmoid,
     Silu,
-    SigmoidAndSlope,
-    SiluAndSlope,
+    SigmoidSlope,
+    SiluSlope,
 }
 
 /// A block through the exact form, out of line: it is rarely needed.
 struct Exact<L>(Exactly, L);
 
 impl<L: F32Lanes> Task for Exact<L> {
-    type Output = (L, L);
+    type Output = L;
     #[inline(always)]
-    fn run(self) -> (L, L) {
+    fn run(self) -> L {
         match self.0 {
-            Exactly::Exp => (exact_exp(self.1), self.1),
-            Exactly::Sigmoid => (exact_sigmoid(self.1), self.1),
-            Exactly::Silu => (exact_silu(self.1), self.1),
-            Exactly::SigmoidAndSlope => exact_sigmoid_and_slope(self.1),
-            Exactly::SiluAndSlope => exact_silu_and_slope(self.1),
+            Exactly::Exp => exact_exp(self.1),
+            Exactly::Sigmoid => exact_sigmoid(self.1),
+            Exactly::Silu => exact_silu(self.1),
+            Exactly::SigmoidSlope => exact_sigmoid_and_slope(self.1).1,
+            Exactly::SiluSlope => exact_silu_and_slope(self.1).1,
         }
     }
 }
 
 /// `short`, but the exact form where `x` is beyond [`SHORT_LIMIT`]. A NaN passes through either.
 #[inline(always)]
-fn unless_far<L: F32Lanes, const NEAR: bool>(x: L, which: Exactly, short: (L, L)) -> (L, L) {
+fn unless_far<L: F32Lanes, const NEAR: bool>(x: L, which: Exactly, short: L) -> L {
     let far = L::splat(SHORT_LIMIT).lt(x.abs());
     if NEAR || !L::any(far) {
         return short;
     }
-    let exact = L::enter(Exact(which, x));
-    (L::select(far, exact.0, short.0), L::select(far, exact.1, short.1))
+    L::select(far, L::enter(Exact(which, x)), short)
 }
 
 /// x within `low..=high`; a NaN stays.
@@ -480,8 +485,7 @@ impl<L: F32Lanes> Math for L {
         if !L::SHORT {
             return exact_exp(self);
         }
-        let e = Short::minus(self.neg()).value();
-        unless_far::<L, NEAR>(self, Exactly::Exp, (e, e)).0
+        unless_far::<L, NEAR>(self, Exactly::Exp, Short::minus(self.neg()).value())
     }
 
     /// Within 1e-7 absolute; where |x| < 0.7, sine is within 0.7 ulp.
@@ -532,21 +536,29 @@ impl<L: F32Lanes> Math for L {
     }
 
     #[inline(always)]
-    fn sigmoid<const NEAR: bool>(self) -> Self {
-        if !L::SHORT {
-            return exact_sigmoid(self);
-        }
-        let s = Short::minus(self).sigmoid();
-        unless_far::<L, NEAR>(self, Exactly::Sigmoid, (s, s)).0
+    fn sigmoid(self) -> Self {
+        exact_sigmoid(self)
     }
 
     #[inline(always)]
-    fn silu<const NEAR: bool>(self) -> Self {
+    fn sigmoid_for_store<const NEAR: bool>(self) -> Self {
+        if !L::SHORT {
+            return exact_sigmoid(self);
+        }
+        unless_far::<L, NEAR>(self, Exactly::Sigmoid, Short::minus(self).sigmoid())
+    }
+
+    #[inline(always)]
+    fn silu(self) -> Self {
+        exact_silu(self)
+    }
+
+    #[inline(always)]
+    fn silu_for_store<const NEAR: bool>(self) -> Self {
         if !L::SHORT {
             return exact_silu(self);
         }
-        let value = self.mul(Short::minus(self).sigmoid());
-        unless_far::<L, NEAR>(self, Exactly::Silu, (value, value)).0
+        unless_far::<L, NEAR>(self, Exactly::Silu, self.mul(Short::minus(self).sigmoid()))
     }
 
     /// Within 3 ulp.
@@ -580,22 +592,32 @@ impl<L: F32Lanes> Math for L {
     }
 
     #[inline(always)]
-    fn sigmoid_and_slope<const NEAR: bool>(self) -> (Self, Self) {
-        if !L::SHORT {
-            return exact_sigmoid_and_slope(self);
-        }
-        let (s, complement) = Short::minus(self).sigmoid_and_complement();
-        unless_far::<L, NEAR>(self, Exactly::SigmoidAndSlope, (s, s.mul(complement)))
+    fn sigmoid_and_slope(self) -> (Self, Self) {
+        exact_sigmoid_and_slope(self)
     }
 
     #[inline(always)]
-    fn silu_and_slope<const NEAR: bool>(self) -> (Self, Self) {
+    fn sigmoid_slope_for_store<const NEAR: bool>(self) -> Self {
         if !L::SHORT {
-            return exact_silu_and_slope(self);
+            return exact_sigmoid_and_slope(self).1;
+        }
+        let (s, complement) = Short::minus(self).sigmoid_and_complement();
+        unless_far::<L, NEAR>(self, Exactly::SigmoidSlope, s.mul(complement))
+    }
+
+    #[inline(always)]
+    fn silu_and_slope(self) -> (Self, Self) {
+        exact_silu_and_slope(self)
+    }
+
+    #[inline(always)]
+    fn silu_slope_for_store<const NEAR: bool>(self) -> Self {
+        if !L::SHORT {
+            return exact_silu_and_slope(self).1;
         }
         let (s, complement) = Short::minus(self).sigmoid_and_complement();
         let slope = s.mul(self.mul_add(complement, L::splat(1.0)));
-        unless_far::<L, NEAR>(self, Exactly::SiluAndSlope, (self.mul(s), slope))
+        unless_far::<L, NEAR>(self, Exactly::SiluSlope, slope)
     }
 
     /// Slope within 4 ulp.
@@ -706,10 +728,10 @@ impl Math for Portable64 {
     fn sin_cos(self) -> (Self, Self) {
         (self.map(f64::sin), self.map(f64::cos))
     }
-    fn sigmoid<const NEAR: bool>(self) -> Self {
+    fn sigmoid(self) -> Self {
         self.map(scalar::sigmoid)
     }
-    fn silu<const NEAR: bool>(self) -> Self {
+    fn silu(self) -> Self {
         self.map(scalar::silu)
     }
     fn tanh(self) -> Self {
@@ -724,11 +746,11 @@ impl Math for Portable64 {
     fn softplus(self) -> Self {
         self.map(scalar::softplus)
     }
-    fn sigmoid_and_slope<const NEAR: bool>(self) -> (Self, Self) {
-        (self.sigmoid::<NEAR>(), self.map(scalar::sigmoid_slope))
+    fn sigmoid_and_slope(self) -> (Self, Self) {
+        (self.sigmoid(), self.map(scalar::sigmoid_slope))
     }
-    fn silu_and_slope<const NEAR: bool>(self) -> (Self, Self) {
-        (self.silu::<NEAR>(), self.map(scalar::silu_slope))
+    fn silu_and_slope(self) -> (Self, Self) {
+        (self.silu(), self.map(scalar::silu_slope))
     }
     fn tanh_and_slope(self) -> (Self, Self) {
         (self.tanh(), self.map(scalar::tanh_slope))
@@ -738,6 +760,18 @@ impl Math for Portable64 {
     }
     fn gelu_tanh_and_slope(self) -> (Self, Self) {
         (self.gelu_tanh(), self.map(scalar::gelu_tanh_slope))
+    }
+    fn sigmoid_for_store<const NEAR: bool>(self) -> Self {
+        self.sigmoid()
+    }
+    fn silu_for_store<const NEAR: bool>(self) -> Self {
+        self.silu()
+    }
+    fn sigmoid_slope_for_store<const NEAR: bool>(self) -> Self {
+        self.sigmoid_and_slope().1
+    }
+    fn silu_slope_for_store<const NEAR: bool>(self) -> Self {
+        self.silu_and_slope().1
     }
 }
 
@@ -924,12 +958,12 @@ mod tests {
         }
         match which {
             Which::Exp => each!(x, x.exp(), (x.exp(), x.exp())),
-            Which::Sigmoid => each!(x, x.sigmoid::<false>(), x.sigmoid_and_slope::<false>()),
-            Which::Silu => each!(x, x.silu::<false>(), x.silu_and_slope::<false>()),
+            Which::Sigmoid => each!(x, x.sigmoid(), x.sigmoid_and_slope()),
+            Which::Silu => each!(x, x.silu(), x.silu_and_slope()),
             Which::Tanh => each!(x, x.tanh(), x.tanh_and_slope()),
             Which::Gelu => each!(x, x.gelu(), x.gelu_and_slope()),
             Which::GeluTanh => each!(x, x.gelu_tanh(), x.gelu_tanh_and_slope()),
-            Which::Softplus => each!(x, x.softplus(), (x.softplus(), x.sigmoid::<false>())),
+            Which::Softplus => each!(x, x.softplus(), (x.softplus(), x.sigmoid())),
             Which::SinCos => each!(x, x.sin_cos().0, x.sin_cos()),
         }
     }
