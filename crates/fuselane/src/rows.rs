@@ -254,9 +254,6 @@ impl<'r, T: Element> Grid<'r, T> {
     /// Asks for the cache lines of a row's counterpart in the patch that comes next.
     #[inline(always)]
     pub(crate) fn prefetch_next<L: crate::simd::Lanes>(&self, i: usize, j: usize) {
-        if self.ahead == 0 {
-            return;
-        }
         let p = at(self.base, self.steps, i, j).wrapping_byte_offset(self.ahead).cast::<u8>();
         for line in 0..(self.len * size_of::<T>()).div_ceil(64) {
             L::prefetch(p.wrapping_add(line * 64));

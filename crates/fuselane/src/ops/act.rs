@@ -18,14 +18,13 @@
 //! the call.
 
 use std::fmt;
-use std::marker::PhantomData;
 use std::str::FromStr;
 
 use super::contiguous_last;
 use crate::error::{Error, Result};
 use crate::pool::Buffer;
 use crate::rows::{Operands, Part, Rows};
-use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory, Task};
+use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory};
 use crate::view::{View, ViewMut};
 use crate::{Element, Real, isa};
 

@@ -769,16 +769,15 @@ where
             let end = split.range(axis).end * step;
             let whole =
                 if end == len { len.next_multiple_of(L::N) } else { i + (end - i) / L::N * L::N };
-            if whole == i {
-                let coordinates = mixed::<L>(split, i, step, at);
-                self.sin_cos(slot, i..i + L::N, coordinates);
-                i += L::N;
-                continue;
+            let (blocks, coordinates) = if whole == i {
+                (i..i + L::N, mixed::<L>(split, i, step, at))
+            } else {
+                (i..whole, L::splat(R::of_integer(at[axis])))
+            };
+            i = blocks.end;
+            if whole != blocks.end || !self.keep(slot, blocks.clone(), axis, at) {
+                self.sin_cos(slot, blocks, coordinates);
             }
-            if !self.keep(slot, i..whole, axis, at) {
-                self.sin_cos(slot, i..whole, L::splat(R::of_integer(at[axis])));
-            }
-            i = whole;
         }
     }
 

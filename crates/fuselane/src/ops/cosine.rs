@@ -199,34 +199,26 @@ impl Encoding for Waves {
         D: Access<L>,
         L: Math,
     {
-        let whole = self.features - self.features % MAX_LANES;
-        let [[mut o_cos, mut cos_end], [mut o_sin, mut sin_end]] =
+        let whole = S::whole(self.features);
+        let [[o_cos, mut cos_end], [o_sin, mut sin_end]] =
             [o_cos.split_at(whole), o_sin.split_at(whole)];
-        let [tokens, heads] = x.rows();
-        for i in 0..tokens {
-            for j in 0..heads {
-                x.prefetch_next::<L>(i, j);
-                let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
-                let o = o_cos.blocks(i, j).iter_mut().zip(o_sin.blocks(i, j));
-                for ((x, (cos, sin)), (o_cos, o_sin)) in x.blocks(i, j).iter().zip(table).zip(o) {
-                    for k in (0..MAX_LANES).step_by(L::N) {
-                        let y = S::read(x, k);
-                        D::write(y.mul(L::get(cos, k)), o_cos, k, stream);
-                        D::write(y.mul(L::get(sin, k)), o_sin, k, stream);
-                    }
-                }
-            }
+        // The choice is made outside of the loop where that shows: from tensor to tensor.
+        if stream && !S::REGISTERS {
+            wave_blocks::<L, S, D>(x, [cos, sin], [o_cos, o_sin], true);
+        } else {
+            wave_blocks::<L, S, D>(x, [cos, sin], [o_cos, o_sin], stream && S::REGISTERS);
         }
         if whole == self.features {
             return;
         }
+        let [tokens, heads] = x.rows();
         for i in 0..tokens {
             for j in 0..heads {
                 for k in (whole..self.features).step_by(L::N) {
                     let y = S::read(x.row(i, j), k);
                     let (cos, sin) = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
-                    D::write(y.mul(cos), cos_end.row(i, j), k - whole, stream);
-                    D::write(y.mul(sin), sin_end.row(i, j), k - whole, stream);
+                    D::write(y.mul(cos), cos_end.row(i, j), k - whole, false);
+                    D::write(y.mul(sin), sin_end.row(i, j), k - whole, false);
                 }
             }
         }
@@ -244,34 +236,24 @@ impl Encoding for Waves {
         D: Access<L>,
         L: Math,
     {
-        let whole = self.features - self.features % MAX_LANES;
-        let [mut dx, mut dx_end] = dx.split_at(whole);
-        let [tokens, heads] = g_cos.rows();
-        for i in 0..tokens {
-            for j in 0..heads {
-                g_cos.prefetch_next::<L>(i, j);
-                g_sin.prefetch_next::<L>(i, j);
-                let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
-                let grad = g_cos.blocks(i, j).iter().zip(g_sin.blocks(i, j));
-                for (((g_cos, g_sin), (cos, sin)), dx) in grad.zip(table).zip(dx.blocks(i, j)) {
-                    for k in (0..MAX_LANES).step_by(L::N) {
-                        let (g_cos, g_sin) = (S::read(g_cos, k), S::read(g_sin, k));
-                        let sum = g_cos.mul_add(L::get(cos, k), g_sin.mul(L::get(sin, k)));
-                        D::write(sum, dx, k, stream);
-                    }
-                }
-            }
+        let whole = S::whole(self.features);
+        let [dx, mut dx_end] = dx.split_at(whole);
+        if stream && !D::REGISTERS {
+            sum_blocks::<L, S, D>([g_cos, g_sin], [cos, sin], dx, true);
+        } else {
+            sum_blocks::<L, S, D>([g_cos, g_sin], [cos, sin], dx, false);
         }
         if whole == self.features {
             return;
         }
+        let [tokens, heads] = g_cos.rows();
         for i in 0..tokens {
             for j in 0..heads {
                 for k in (whole..self.features).step_by(L::N) {
                     let (cos, sin) = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
                     let (g_cos, g_sin) = (S::read(g_cos.row(i, j), k), S::read(g_sin.row(i, j), k));
                     let sum = g_cos.mul_add(cos, g_sin.mul(sin));
-                    D::write(sum, dx_end.row(i, j), k - whole, stream);
+                    D::write(sum, dx_end.row(i, j), k - whole, false);
                 }
             }
         }
@@ -295,6 +277,69 @@ impl Encoding for Waves {
             let turn = g_cos.neg_mul_add(L::get(sin, i), g_sin.mul(L::get(cos, i)));
             let sum: L = L::read(sums, i, zero);
             L::get(y, i).mul_add(turn, sum).write(sums, i, false);
+        }
+    }
+}
+
+/// The whole blocks of x times the cosines, and times the sines.
+#[inline(always)]
+fn wave_blocks<L, S, D>(
+    x: Grid<'_, S::Number>,
+    [cos, sin]: [Grid<'_, L::Real>; 2],
+    [mut o_cos, mut o_sin]: [GridMut<'_, D::Number>; 2],
+    stream: bool,
+) where
+    S: Access<L>,
+    D: Access<L>,
+    L: Math,
+{
+    if L::N != MAX_LANES {
+        return;
+    }
+    let [tokens, heads] = x.rows();
+    for i in 0..tokens {
+        for j in 0..heads {
+            if !S::REGISTERS {
+                x.prefetch_next::<L>(i, j);
+            }
+            let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
+            let o = o_cos.blocks(i, j).iter_mut().zip(o_sin.blocks(i, j));
+            for ((x, (cos, sin)), (o_cos, o_sin)) in x.blocks(i, j).iter().zip(table).zip(o) {
+                let y = S::read(x, 0);
+                D::write(y.mul(L::get(cos, 0)), o_cos, 0, stream);
+                D::write(y.mul(L::get(sin, 0)), o_sin, 0, stream);
+            }
+        }
+    }
+}
+
+/// The whole blocks of the sum of both gradients, times cosines and times sines.
+#[inline(always)]
+fn sum_blocks<L, S, D>(
+    [g_cos, g_sin]: [Grid<'_, S::Number>; 2],
+    [cos, sin]: [Grid<'_, L::Real>; 2],
+    mut dx: GridMut<'_, D::Number>,
+    stream: bool,
+) where
+    S: Access<L>,
+    D: Access<L>,
+    L: Math,
+{
+    if L::N != MAX_LANES {
+        return;
+    }
+    let [tokens, heads] = g_cos.rows();
+    for i in 0..tokens {
+        for j in 0..heads {
+            g_cos.prefetch_next::<L>(i, j);
+            g_sin.prefetch_next::<L>(i, j);
+            let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
+            let grad = g_cos.blocks(i, j).iter().zip(g_sin.blocks(i, j));
+            for (((g_cos, g_sin), (cos, sin)), dx) in grad.zip(table).zip(dx.blocks(i, j)) {
+                let (g_cos, g_sin) = (S::read(g_cos, 0), S::read(g_sin, 0));
+                let sum = g_cos.mul_add(L::get(cos, 0), g_sin.mul(L::get(sin, 0)));
+                D::write(sum, dx, 0, stream);
+            }
         }
     }
 }

@@ -343,8 +343,9 @@ fn turn<L, S, D, const BACK: bool>(
     } else {
         turn_neighbours::<L, S, D, BACK>(2 * rotation.pairs, x1, tables, o1, stream);
     }
-    pass::<L, S, D>(x_between, o_between, stream);
-    pass::<L, S, D>(x_behind, o_behind, stream);
+    for (x, o) in [x_between, x_behind].into_iter().zip([o_between, o_behind]) {
+        pass::<L, S, D>(x, o);
+    }
 }
 
 /// Pairs whose first and second features lie in two pieces.
@@ -360,37 +361,62 @@ fn turn_halves<L, S, D, const BACK: bool>(
     D: Access<L>,
     L: Math,
 {
-    let whole = pairs - pairs % MAX_LANES;
-    let [[mut o1, mut o1_end], [mut o2, mut o2_end]] = [o1.split_at(whole), o2.split_at(whole)];
-    let [tokens, heads] = x1.rows();
-    for i in 0..tokens {
-        for j in 0..heads {
-            x1.prefetch_next::<L>(i, j);
-            x2.prefetch_next::<L>(i, j);
-            let x = x1.blocks(i, j).iter().zip(x2.blocks(i, j));
-            let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
-            let o = o1.blocks(i, j).iter_mut().zip(o2.blocks(i, j));
-            for (((x1, x2), (cos, sin)), (o1, o2)) in x.zip(table).zip(o) {
-                for k in (0..MAX_LANES).step_by(L::N) {
-                    let angle = (L::get(cos, k), L::get(sin, k));
-                    let (a, b) = turned::<L, BACK>((S::read(x1, k), S::read(x2, k)), angle);
-                    D::write(a, o1, k, stream);
-                    D::write(b, o2, k, stream);
-                }
-            }
-        }
+    let whole = S::whole(pairs);
+    let [[o1, mut o1_end], [o2, mut o2_end]] = [o1.split_at(whole), o2.split_at(whole)];
+    // The choice is made outside of the loop where that shows: from tensor to tensor.
+    if stream && !S::REGISTERS && !D::REGISTERS {
+        turn_blocks::<L, S, D, BACK>([x1, x2], [cos, sin], [o1, o2], true);
+    } else {
+        let stream = stream && S::REGISTERS;
+        turn_blocks::<L, S, D, BACK>([x1, x2], [cos, sin], [o1, o2], stream);
     }
     if whole == pairs {
         return;
     }
+    let [tokens, heads] = x1.rows();
     for i in 0..tokens {
         for j in 0..heads {
             for k in (whole..pairs).step_by(L::N) {
                 let angle = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
                 let x = (S::read(x1.row(i, j), k), S::read(x2.row(i, j), k));
                 let (a, b) = turned::<L, BACK>(x, angle);
-                D::write(a, o1_end.row(i, j), k - whole, stream);
-                D::write(b, o2_end.row(i, j), k - whole, stream);
+                D::write(a, o1_end.row(i, j), k - whole, false);
+                D::write(b, o2_end.row(i, j), k - whole, false);
+            }
+        }
+    }
+}
+
+/// The whole blocks of pairs in two pieces.
+#[inline(always)]
+fn turn_blocks<L, S, D, const BACK: bool>(
+    [x1, x2]: [Grid<'_, S::Number>; 2],
+    [cos, sin]: [Grid<'_, L::Real>; 2],
+    [mut o1, mut o2]: [GridMut<'_, D::Number>; 2],
+    stream: bool,
+) where
+    S: Access<L>,
+    D: Access<L>,
+    L: Math,
+{
+    if L::N != MAX_LANES {
+        return;
+    }
+    let [tokens, heads] = x1.rows();
+    for i in 0..tokens {
+        for j in 0..heads {
+            if !S::REGISTERS {
+                x1.prefetch_next::<L>(i, j);
+                x2.prefetch_next::<L>(i, j);
+            }
+            let x = x1.blocks(i, j).iter().zip(x2.blocks(i, j));
+            let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
+            let o = o1.blocks(i, j).iter_mut().zip(o2.blocks(i, j));
+            for (((x1, x2), (cos, sin)), (o1, o2)) in x.zip(table).zip(o) {
+                let angle = (L::get(cos, 0), L::get(sin, 0));
+                let (a, b) = turned::<L, BACK>((S::read(x1, 0), S::read(x2, 0)), angle);
+                D::write(a, o1, 0, stream);
+                D::write(b, o2, 0, stream);
             }
         }
     }
@@ -409,31 +435,26 @@ fn turn_neighbours<L, S, D, const BACK: bool>(
     D: Access<L>,
     L: Math,
 {
-    let whole = len - len % MAX_LANES;
+    let whole = S::whole(len);
     let [mut o, mut o_end] = o.split_at(whole);
     let [tokens, heads] = x.rows();
     for i in 0..tokens {
         for j in 0..heads {
-            x.prefetch_next::<L>(i, j);
-            let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
-            let blocks = x.blocks(i, j).iter().zip(table).zip(o.blocks(i, j));
-            for ((x, (cos, sin)), o) in blocks {
-                for k in (0..MAX_LANES).step_by(L::N) {
-                    let angle = (L::get(cos, k), L::get(sin, k));
-                    D::write(turned_pairs::<L, BACK>(S::read(x, k), angle), o, k, stream);
+            if !S::REGISTERS {
+                x.prefetch_next::<L>(i, j);
+            }
+            if L::N == MAX_LANES {
+                let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
+                let blocks = x.blocks(i, j).iter().zip(table).zip(o.blocks(i, j));
+                for ((x, (cos, sin)), o) in blocks {
+                    let angle = (L::get(cos, 0), L::get(sin, 0));
+                    D::write(turned_pairs::<L, BACK>(S::read(x, 0), angle), o, 0, stream);
                 }
             }
-        }
-    }
-    if whole == len {
-        return;
-    }
-    for i in 0..tokens {
-        for j in 0..heads {
             for k in (whole..len).step_by(L::N) {
                 let angle = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
                 let turned = turned_pairs::<L, BACK>(S::read(x.row(i, j), k), angle);
-                D::write(turned, o_end.row(i, j), k - whole, stream);
+                D::write(turned, o_end.row(i, j), k - whole, false);
             }
         }
     }
@@ -441,7 +462,7 @@ fn turn_neighbours<L, S, D, const BACK: bool>(
 
 /// Features that pass through.
 #[inline(always)]
-fn pass<L, S, D>(x: Grid<'_, S::Number>, mut o: GridMut<'_, D::Number>, stream: bool)
+fn pass<L, S, D>(x: Grid<'_, S::Number>, mut o: GridMut<'_, D::Number>)
 where
     S: Access<L>,
     D: Access<L>,
@@ -456,7 +477,7 @@ where
         for j in 0..heads {
             x.prefetch_next::<L>(i, j);
             for at in (0..len).step_by(L::N) {
-                D::write(S::read(x.row(i, j), at), o.row(i, j), at, stream);
+                D::write(S::read(x.row(i, j), at), o.row(i, j), at, false);
             }
         }
     }

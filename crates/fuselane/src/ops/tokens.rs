@@ -680,18 +680,10 @@ where
         let output = encoding.output_cuts();
         if BACK {
             let (x, o) = (x.cut(output), o.cut(pieces.cuts::<L, D>()));
-            if stream && !D::REGISTERS {
-                encoding.backward::<L, S, D>(x, tables, o, true);
-            } else {
-                encoding.backward::<L, S, D>(x, tables, o, false);
-            }
+            encoding.backward::<L, S, D>(x, tables, o, stream);
         } else {
             let (x, o) = (x.cut(pieces.cuts::<L, S>()), o.cut(output));
-            if stream && !D::REGISTERS {
-                encoding.forward::<L, S, D>(x, tables, o, true);
-            } else {
-                encoding.forward::<L, S, D>(x, tables, o, false);
-            }
+            encoding.forward::<L, S, D>(x, tables, o, stream);
         }
     }
 }
@@ -735,36 +727,17 @@ where
 {
     type Output = ();
     #[inline(always)]
-    fn run(self) {
-        let act = self.act;
-        specialized!(act => self.rows(act));
-    }
-}
-
-impl<L, T> Values<'_, '_, L, T>
-where
-    T: Element,
-    L: Math + Lanes<Real = T::Real> + Memory<T>,
-{
-    #[inline(always)]
-    fn rows(mut self, act: Act) {
+    fn run(mut self) {
         let [tokens, heads] = self.x.rows();
         for i in 0..tokens {
             for j in 0..heads {
                 self.x.prefetch_next::<L>(i, j);
                 let (x, y) = (self.x.row(i, j), self.y.row(i, j));
                 for piece in self.pieces.iter() {
-                    let (x, y) = (piece.of_row(x), &mut y[piece.at..]);
-                    let (blocks, rest) = x.as_chunks::<MAX_LANES>();
-                    let (to, end) = y.split_at_mut(x.len() - rest.len());
-                    for (x, y) in blocks.iter().zip(to.as_chunks_mut::<MAX_LANES>().0) {
-                        for k in (0..MAX_LANES).step_by(L::N) {
-                            act.value(L::read_whole(x, k)).set(y, k);
-                        }
-                    }
-                    for k in (0..rest.len()).step_by(L::N) {
-                        act.value(L::read(rest, k, Real::of(0.0))).set(end, k);
-                    }
+                    let (act, x) = (self.act, piece.of_row(x));
+                    specialized!(act => for k in (0..x.len()).step_by(L::N) {
+                        act.value(L::read(x, k, Real::of(0.0))).set(y, piece.at + k);
+                    });
                 }
             }
         }
@@ -1202,41 +1175,19 @@ where
 {
     type Output = ();
     #[inline(always)]
-    fn run(self) {
-        let act = self.act;
-        specialized!(act => self.rows(act));
-    }
-}
-
-impl<L, T> PullBack<'_, '_, L, T>
-where
-    T: Element,
-    L: Math + Lanes<Real = T::Real> + Memory<T>,
-{
-    #[inline(always)]
-    fn rows(mut self, act: Act) {
+    fn run(mut self) {
         let [tokens, heads] = self.x.rows();
         for i in 0..tokens {
             for j in 0..heads {
                 self.x.prefetch_next::<L>(i, j);
                 let (x, g, dx) = (self.x.row(i, j), self.g.row(i, j), self.dx.row(i, j));
                 for piece in self.pieces.iter() {
-                    let (x, g) = (piece.of_row(x), &g[piece.at..]);
+                    let (act, x) = (self.act, piece.of_row(x));
                     let dx = &mut dx[piece.first..piece.first + piece.len];
-                    let (blocks, rest) = x.as_chunks::<MAX_LANES>();
-                    let whole = x.len() - rest.len();
-                    let (to, end) = dx.split_at_mut(whole);
-                    let from = blocks.iter().zip(g.as_chunks::<MAX_LANES>().0);
-                    for ((x, g), dx) in from.zip(to.as_chunks_mut::<MAX_LANES>().0) {
-                        for k in (0..MAX_LANES).step_by(L::N) {
-                            let pulled = act.pull_back(L::read_whole(x, k), L::get(g, k));
-                            pulled.write_whole(dx, k, self.stream);
-                        }
-                    }
-                    for k in (0..rest.len()).step_by(L::N) {
-                        let x = L::read(rest, k, Real::of(0.0));
-                        act.pull_back(x, L::get(g, whole + k)).write(end, k, self.stream);
-                    }
+                    specialized!(act => for k in (0..x.len()).step_by(L::N) {
+                        let (x, g) = (L::read(x, k, Real::of(0.0)), L::get(g, piece.at + k));
+                        act.pull_back(x, g).write(dx, k, self.stream);
+                    });
                 }
             }
         }
@@ -1267,23 +1218,15 @@ where
         for i in 0..tokens {
             for j in 0..heads {
                 let (y, g, dx) = (self.y.row(i, j), self.g.row(i, j), self.dx.row(i, j));
-                if self.columns.is_empty() {
-                    let dot = L::splat(self.pieces.dot::<L>(y, g));
-                    for piece in self.pieces.iter() {
-                        let dx = &mut dx[piece.first..piece.first + piece.len];
-                        for i in (0..piece.len).step_by(L::N) {
-                            let (y, g) = (L::get(y, piece.at + i), L::get(g, piece.at + i));
-                            y.mul(g.sub(dot)).write(dx, i, self.stream);
-                        }
-                    }
-                    continue;
-                }
-                let dots = &self.columns[j * width..][..width];
+                let rows = self.columns.is_empty();
+                let dots = if rows { y } else { &self.columns[j * width..][..width] };
+                let dot = if rows { self.pieces.dot::<L>(y, g) } else { Real::of(0.0) };
                 for piece in self.pieces.iter() {
                     let dx = &mut dx[piece.first..piece.first + piece.len];
-                    for i in (0..piece.len).step_by(L::N) {
-                        let (y, g) = (L::get(y, piece.at + i), L::get(g, piece.at + i));
-                        y.mul(g.sub(L::get(dots, piece.at + i))).write(dx, i, self.stream);
+                    for k in (0..piece.len).step_by(L::N) {
+                        let at = piece.at + k;
+                        let dot = if rows { L::splat(dot) } else { L::get(dots, at) };
+                        L::get(y, at).mul(L::get(g, at).sub(dot)).write(dx, k, self.stream);
                     }
                 }
             }

@@ -222,6 +222,13 @@ pub(crate) trait Access<L: Lanes> {
     fn read(run: &[Self::Number], i: usize) -> L;
     /// Writes the block at `i` of a run; `stream` as for [`Memory::write`].
     fn write(block: L, run: &mut [Self::Number], i: usize, stream: bool);
+
+    /// How many of `len` numbers a kernel should take in whole blocks of [`MAX_LANES`], in a loop
+    /// of its own; shorter lanes take all numbers in the loop that goes to the end.
+    #[inline(always)]
+    fn whole(len: usize) -> usize {
+        if L::N == MAX_LANES { len - len % MAX_LANES } else { 0 }
+    }
 }
 
 /// Elements in index order.
