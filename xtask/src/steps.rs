@@ -152,7 +152,7 @@ fn test_steps(examples: &[String], large: bool) -> Vec<Step> {
     });
     steps.push(Step::new(
         "tests with peers",
-        "test --release --package fuselane-bench --test peers -- --ignored",
+        "test --release --package fuselane-bench --features fuselane/ndarray --test peers -- --ignored",
     ));
     for example in examples {
         steps.push(Step::built(&format!("example {example}"), &format!("examples/{example}"), ""));

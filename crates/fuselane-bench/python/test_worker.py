@@ -226,7 +226,8 @@ class Job:
         inputs = {name: value for name, value in self.values.items() if name != "grad"}
         if self.mode == "fwd":
             return {"o": function(**inputs)}
-        names = [name for name in inputs if name != "theta"]
+        # The gradient of a residual is that of x, and is not asked for.
+        names = [name for name in inputs if name not in ("theta", "residual")]
         grad = self.values["grad"]
         return {"d" + name: differences(function, inputs, name, grad) for name in names}
 
