@@ -95,6 +95,8 @@ pub(crate) struct Run<'r, T: Element> {
     base: *const T,
     /// Bytes from row to row.
     step: isize,
+    /// Bytes from a row to one that is good to ask for ahead.
+    ahead: isize,
     rows: usize,
     len: usize,
     memory: PhantomData<&'r [T]>,
@@ -138,7 +140,23 @@ impl<'r, T: Element> Run<'r, T> {
     pub(crate) fn len(&self) -> usize {
         self.len
     }
+
+    /// How many bytes behind a row one begins that is good to ask for while this one is worked
+    /// on, whether there is such a row or not.
+    #[inline(always)]
+    pub(crate) fn ahead(&self) -> isize {
+        self.ahead
+    }
 }
+
+/// The bytes of some rows that are `step` apart, about [`AHEAD`].
+fn ahead(step: isize) -> isize {
+    (AHEAD / step.unsigned_abs().max(1)).max(1) as isize * step
+}
+
+/// How far ahead memory is asked for, in bytes of each operand. Less, and it comes too late; much
+/// more, and it has left the first-level cache again (4 to 16 KiB are about the same).
+const AHEAD: usize = 8 << 10;
 
 impl<T: Element> RunMut<'_, T> {
     /// Row `row` of this run.
@@ -603,9 +621,10 @@ impl<'a, const I: usize, const O: usize, const SI: usize, const SO: usize> Rows<
         self
     }
 
-    /// Whether stores should go past the caches: where the outputs would not stay there anyway.
+    /// Whether stores should go past the caches: where the call's operands do not fit there
+    /// together. (A store that misses the caches first reads the line that it is to overwrite.)
     pub(crate) fn stream(&self) -> bool {
-        self.output_bytes() >= crate::machine::last_level_cache_bytes()
+        self.row_bytes().saturating_mul(self.count) >= crate::machine::last_level_cache_bytes()
     }
 
     /// The number of rows.
@@ -627,12 +646,6 @@ impl<'a, const I: usize, const O: usize, const SI: usize, const SO: usize> Rows<
     /// The activations' dtype.
     pub(crate) fn dtype(&self) -> DType {
         self.dtype
-    }
-
-    /// The bytes that all outputs of the activations' dtype take.
-    fn output_bytes(&self) -> usize {
-        let rows: usize = self.outputs.iter().map(|o| self.tile(o) * o.size).sum();
-        rows.saturating_mul(self.count)
     }
 
     /// The length of an operand's longest row.
@@ -807,7 +820,8 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize> Part<
             rows: count,
             inputs: rows.inputs.each_ref().map(|o| {
                 let (base, len) = rows.place(o, &index[..rank]);
-                Run { base: base.cast_const().cast(), step: step(o), rows: count, len, memory }
+                let (base, step) = (base.cast_const().cast(), step(o));
+                Run { base, step, ahead: ahead(step), rows: count, len, memory }
             }),
             outputs: rows.outputs.each_ref().map(|o| {
                 let (base, len) = rows.place(o, &index[..rank]);

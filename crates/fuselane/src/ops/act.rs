@@ -24,7 +24,7 @@ use super::contiguous_last;
 use crate::error::{Error, Result};
 use crate::pool::Buffer;
 use crate::rows::{Operands, Part, Rows};
-use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory};
+use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory, SHORT_LIMIT};
 use crate::view::{View, ViewMut};
 use crate::{Element, Real, isa};
 
@@ -84,7 +84,7 @@ impl Act {
 
 /// Elements that a thread works on between looks at its row: a few vectors' worth of overhead is
 /// lost in it, and it stays in the first-level cache.
-const TILE: usize = 4096;
+const TILE: usize = 9216;
 
 impl Act {
     /// Writes `f(x)` into `o`.
@@ -197,6 +197,19 @@ impl Act {
             Self::Sigmoid => grad.mul(x.sigmoid_slope_for_store::<NEAR>()),
             Self::Silu => grad.mul(x.silu_slope_for_store::<NEAR>()),
             _ => self.pull_back(x, grad),
+        }
+    }
+
+    /// A result as it is stored. Those of relu are exact, all others approximate but for the ends.
+    #[inline(always)]
+    fn rounded<L, T>(self, value: L) -> L
+    where
+        T: Element,
+        L: Lanes<Real = T::Real> + Memory<T>,
+    {
+        match self {
+            Self::None | Self::Relu => value,
+            _ => value.nearest(),
         }
     }
 
@@ -322,7 +335,33 @@ pub(crate) use specialized;
 
 /// Elements of a loop's step, in arrays of known length: so that no step has a bound to check. A
 /// multiple of every [`Lanes::N`].
-const WIDE: usize = 2 * MAX_LANES;
+const STEP: usize = 4 * MAX_LANES;
+
+/// Runs `$body` for each `$i` below `$count`. Four stretches take turns, as several streams of reads
+/// keep memory busier than one: together with [`prefetch_next`] a tenth faster than going straight
+/// on (46 against 41 GB/s for a copy).
+macro_rules! in_turns {
+    ($i:ident in $count:expr => $body:block) => {{
+        let (count, stretch) = ($count, $count / 4);
+        for step in 0..stretch {
+            for $i in [step, stretch + step, 2 * stretch + step, 3 * stretch + step] {
+                $body
+            }
+        }
+        for $i in 4 * stretch..count {
+            $body
+        }
+    }};
+}
+
+/// Asks for what follows a tile of `len` elements at the place of `step`.
+#[inline(always)]
+fn prefetch_next<L: Lanes, T>(step: &[T; STEP], len: usize) {
+    let next = step.as_ptr().wrapping_add(len).cast::<u8>();
+    for line in (0..STEP * size_of::<T>()).step_by(64) {
+        L::prefetch(next.wrapping_add(line));
+    }
+}
 
 struct Forward<'r> {
     act: Act,
@@ -340,20 +379,24 @@ impl Kernel for Forward<'_> {
         let (act, stream, zero) = (self.act, self.stream, Real::of(0.0));
         specialized!(act => while let Some(row) = self.part.next::<T>() {
             let ([x], [o]) = (row.inputs, row.outputs);
-            let mut magnitudes = L::splat(zero);
-            for (x, o) in x.as_chunks::<WIDE>().0.iter().zip(o.as_chunks_mut::<WIDE>().0) {
-                for i in (0..WIDE).step_by(L::N) {
-                    let x: L = L::read_whole(x, i);
+            let mut noted = L::splat(zero);
+            let (xs, os) = (x.as_chunks::<STEP>().0, o.as_chunks_mut::<STEP>().0);
+            in_turns!(k in xs.len().min(os.len()) => {
+                let (xs, os) = (&xs[k], &mut os[k]);
+                prefetch_next::<L, T>(xs, x.len());
+                for i in (0..STEP).step_by(L::N) {
                     if act.has_short_form() {
-                        magnitudes = x.abs().max(magnitudes); // a NaN is passed over
+                        noted = <L as Memory<T>>::note(xs, i, noted);
                     }
-                    act.stored_value::<L, true>(x).write_whole(o, i, stream);
+                    let value = act.stored_value::<L, true>(L::read_whole(xs, i));
+                    act.rounded::<L, T>(value).write_exact_whole(os, i, stream);
                 }
-            }
-            let again = act.has_short_form() && L::is_far(magnitudes);
-            let rest = if again { 0 } else { x.len() / WIDE * WIDE };
+            });
+            let again = act.has_short_form() && <L as Memory<T>>::is_far(noted, SHORT_LIMIT);
+            let rest = if again { 0 } else { x.len() / STEP * STEP };
             for i in (rest..x.len()).step_by(L::N) {
-                act.stored_value::<L, false>(L::read(x, i, zero)).write(o, i, stream);
+                let value = act.stored_value::<L, false>(L::read(x, i, zero));
+                act.rounded::<L, T>(value).write_exact(o, i, stream);
             }
         });
     }
@@ -375,7 +418,8 @@ impl Kernel for InPlace<'_> {
         specialized!(act => while let Some(row) = self.part.next::<T>() {
             let [x] = row.outputs;
             for i in (0..x.len()).step_by(L::N) {
-                act.stored_value::<L, false>(L::read(x, i, zero)).write(x, i, false);
+                let value = act.stored_value::<L, false>(L::read(x, i, zero));
+                act.rounded::<L, T>(value).write_exact(x, i, false);
             }
         });
     }
@@ -397,22 +441,28 @@ impl Kernel for Backward<'_> {
         let (act, stream, zero) = (self.act, self.stream, Real::of(0.0));
         specialized!(act => while let Some(row) = self.part.next::<T>() {
             let ([x, grad], [dx]) = (row.inputs, row.outputs);
-            let whole = x.as_chunks::<WIDE>().0.iter().zip(grad.as_chunks::<WIDE>().0);
-            let mut magnitudes = L::splat(zero);
-            for ((x, grad), dx) in whole.zip(dx.as_chunks_mut::<WIDE>().0) {
-                for i in (0..WIDE).step_by(L::N) {
-                    let (x, grad): (L, L) = (L::read_whole(x, i), L::read_whole(grad, i));
+            let mut noted = L::splat(zero);
+            let (xs, grads) = (x.as_chunks::<STEP>().0, grad.as_chunks::<STEP>().0);
+            let dxs = dx.as_chunks_mut::<STEP>().0;
+            in_turns!(k in xs.len().min(grads.len()).min(dxs.len()) => {
+                let (xs, grads, dxs) = (&xs[k], &grads[k], &mut dxs[k]);
+                prefetch_next::<L, T>(xs, x.len());
+                prefetch_next::<L, T>(grads, x.len());
+                for i in (0..STEP).step_by(L::N) {
                     if act.has_short_form() {
-                        magnitudes = x.abs().max(magnitudes); // a NaN is passed over
+                        noted = <L as Memory<T>>::note(xs, i, noted);
                     }
-                    act.stored_pull_back::<L, true>(x, grad).write_whole(dx, i, stream);
+                    let (x, grad): (L, L) = (L::read_whole(xs, i), L::read_whole(grads, i));
+                    let value = act.stored_pull_back::<L, true>(x, grad);
+                    act.rounded::<L, T>(value).write_exact_whole(dxs, i, stream);
                 }
-            }
-            let again = act.has_short_form() && L::is_far(magnitudes);
-            let rest = if again { 0 } else { x.len() / WIDE * WIDE };
+            });
+            let again = act.has_short_form() && <L as Memory<T>>::is_far(noted, SHORT_LIMIT);
+            let rest = if again { 0 } else { x.len() / STEP * STEP };
             for i in (rest..x.len()).step_by(L::N) {
                 let (x, grad): (L, L) = (L::read(x, i, zero), L::read(grad, i, zero));
-                act.stored_pull_back::<L, false>(x, grad).write(dx, i, stream);
+                let value = act.stored_pull_back::<L, false>(x, grad);
+                act.rounded::<L, T>(value).write_exact(dx, i, stream);
             }
         });
     }

@@ -34,9 +34,9 @@ use std::ops::Range;
 use super::contiguous_last;
 use crate::error::{Error, Result};
 use crate::pool::Buffer;
-use crate::rows::{Operands, Part, Rows, Run};
+use crate::rows::{Operands, Part, Rows, Run, RunMut};
 use crate::scratch::Scratch;
-use crate::simd::{self, Kernel, Lanes, Math, Memory};
+use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory};
 use crate::view::{View, ViewMut};
 use crate::{Element, Real, isa};
 
@@ -73,13 +73,16 @@ const CHUNK: usize = 64;
 /// Rows of a column tile whose sum is formed as lanes.
 const CHUNK_ROWS: usize = 32;
 /// The most rows that are worked on at once, and the most elements in them.
-const BATCH: usize = 8;
+const BATCH: usize = 16;
 const BATCH_ELEMENTS: usize = 2048;
 /// Bytes of a column tile that stay in the second-level cache between its two readings.
 const TILE_BYTES: usize = 1 << 18;
 /// The most bytes in a row of a column tile; the least are a cache line.
 const TILE_ROW: usize = 512;
 const LINE: usize = 64;
+/// The most that elements may be off 0 for their exponentials to be taken as they are: sums of
+/// many, and their inverses, then stay well within f32.
+const NEAR: f32 = 60.0;
 /// How far a column may exceed the maximum its sum was started with before that is replaced.
 const MARGIN: f64 = 8.0;
 
@@ -373,6 +376,31 @@ macro_rules! blocks {
     }};
 }
 
+/// Elements of a loop's step, in arrays of known length: so that no step has a bound to check.
+const STEP: usize = 4 * MAX_LANES;
+
+/// Runs `$body` for each block of the first `$len` elements of some slices, which within it are
+/// parts of themselves: steps of [`STEP`] elements, in loops that calls nothing; then the rest.
+macro_rules! steps {
+    ($L:ident in $len:expr, [$($a:ident),*], [$($m:ident),*], ($i:ident, $WHOLE:ident) => $body:block) => {{
+        let len: usize = $len;
+        for k in 0..len / STEP {
+            $(let $a = &$a.as_chunks::<STEP>().0[k];)*
+            $(let $m = &mut $m.as_chunks_mut::<STEP>().0[k];)*
+            for $i in (0..STEP).step_by($L::N) {
+                const $WHOLE: bool = true;
+                $body
+            }
+        }
+        let done = len / STEP * STEP;
+        if done < len {
+            $(let $a = &$a[done..];)*
+            $(let $m = &mut $m[done..];)*
+            blocks!($L in 0..len - done, ($i, $WHOLE) => $body);
+        }
+    }};
+}
+
 /// The block at `i` of a row.
 #[inline(always)]
 fn read<L, T, const WHOLE: bool>(row: &[T], i: usize, fill: T::Real) -> L
@@ -383,14 +411,19 @@ where
     if WHOLE { L::read_whole(row, i) } else { L::read(row, i, fill) }
 }
 
-/// Writes the block at `i` of a row.
+/// Writes the block at `i` of a row, rounded by [`Memory::nearest`].
 #[inline(always)]
-fn write<L, T, const WHOLE: bool>(block: L, row: &mut [T], i: usize, stream: bool)
+fn write_nearest<L, T, const WHOLE: bool>(block: L, row: &mut [T], i: usize, stream: bool)
 where
     T: Element,
     L: Lanes<Real = T::Real> + Memory<T>,
 {
-    if WHOLE { block.write_whole(row, i, stream) } else { block.write(row, i, stream) }
+    let block = block.nearest();
+    if WHOLE {
+        block.write_exact_whole(row, i, stream);
+    } else {
+        block.write_exact(row, i, stream);
+    }
 }
 
 // Over the last dimension.
@@ -447,56 +480,12 @@ where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
-    /// Out of line: rows with such spread, or masked ones, are rare.
-    struct Again<'a, L, T: Element, const EXACT: bool, const KEPT: bool>(
-        &'a [T],
-        T::Real,
-        &'a mut [T::Real],
-        PhantomData<L>,
-    );
-    impl<L, T, const EXACT: bool, const KEPT: bool> simd::Task for Again<'_, L, T, EXACT, KEPT>
-    where
-        T: Element,
-        L: Math + Lanes<Real = T::Real> + Memory<T>,
-    {
-        type Output = f64;
-        #[inline(always)]
-        fn run(self) -> f64 {
-            exp_sum_of::<L, T, EXACT, KEPT, false>(self.0, self.1, self.2).0
-        }
-    }
-    let (sum, magnitudes) = exp_sum_of::<L, T, EXACT, KEPT, true>(x, shift, scratch);
-    if !EXACT && L::is_far(magnitudes) {
-        return L::enter(Again::<L, T, EXACT, KEPT>(x, shift, scratch, PhantomData));
-    }
-    sum
-}
-
-/// [`exp_sum`], and the largest magnitudes of x - shift; `NEAR` as for [`Math::exp_for_store`].
-#[inline(always)]
-fn exp_sum_of<L, T, const EXACT: bool, const KEPT: bool, const NEAR: bool>(
-    x: &[T],
-    shift: T::Real,
-    scratch: &mut [T::Real],
-) -> (f64, L)
-where
-    T: Element,
-    L: Math + Lanes<Real = T::Real> + Memory<T>,
-{
     let (shift, mut total) = (L::splat(shift), 0.0);
-    let mut magnitudes = L::splat(Real::of(0.0));
     for start in (0..x.len()).step_by(CHUNK * L::N) {
         let mut sum = L::splat(Real::of(0.0));
         blocks!(L in start..x.len().min(start + CHUNK * L::N), (i, WHOLE) => {
             let x = read::<L, T, WHOLE>(x, i, T::Real::MINUS_INFINITY).sub(shift);
-            let e = if EXACT {
-                x.exp()
-            } else if WHOLE && NEAR {
-                magnitudes = x.abs().max(magnitudes); // a NaN is passed over
-                x.exp_for_store::<true>()
-            } else {
-                x.exp_for_store::<false>()
-            };
+            let e = exponential::<L, EXACT>(x);
             if KEPT {
                 e.set(scratch, i);
             }
@@ -504,7 +493,134 @@ where
         });
         total += sum.reduce_add().to_f64();
     }
-    (total, magnitudes)
+    total
+}
+
+/// [`exp_sum`] of the whole blocks of several rows, without a shift, for lanes with short forms:
+/// where all elements are within [`NEAR`] of 0, there is no maximum to look for first. Tells
+/// whether some are not.
+struct NearExpSums<'a, 'r, L, T: Element> {
+    x: &'a Run<'r, T>,
+    rows: usize,
+    /// The exponentials, `room` for each row.
+    scratch: &'a mut [T::Real],
+    room: usize,
+    sums: &'a mut [f64; BATCH],
+    lanes: PhantomData<L>,
+}
+
+impl<L, T> simd::Task for NearExpSums<'_, '_, L, T>
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    type Output = bool;
+    #[inline(always)]
+    fn run(self) -> bool {
+        let Self { x, rows, scratch, room, sums, .. } = self;
+        let (zero, whole) = (L::splat(Real::of(0.0)), x.len() / L::N * L::N);
+        let mut noted = zero;
+        for (r, total) in sums[..rows].iter_mut().enumerate() {
+            let ahead = x.ahead();
+            let (x, exps) = (&x.row(r)[..whole], &mut scratch[r * room..][..whole]);
+            *total = 0.0;
+            for (x, exps) in x.chunks(CHUNK * L::N).zip(exps.chunks_mut(CHUNK * L::N)) {
+                let mut sum = zero;
+                steps!(L in x.len(), [x], [exps], (i, _WHOLE) => {
+                    L::prefetch(x.as_ptr().wrapping_add(i).wrapping_byte_offset(ahead));
+                    let e = L::read_whole(x, i).exp_for_store::<true>();
+                    noted = L::note(x, i, noted);
+                    e.set(exps, i);
+                    sum = sum.add(e);
+                });
+                *total += sum.reduce_add().to_f64();
+            }
+        }
+        L::is_far(noted, NEAR)
+    }
+}
+
+/// What [`NearExpSums`] leaves: the rows' ends, and rows with elements that are not near.
+#[inline(always)]
+fn finish_near_exp_sums<L, T>(
+    far: bool,
+    x: &Run<'_, T>,
+    scratch: &mut [T::Real],
+    room: usize,
+    sums: &mut [f64],
+) where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    let whole = x.len() / L::N * L::N;
+    if !far && whole == x.len() {
+        return;
+    }
+    for (r, sum) in sums.iter_mut().enumerate() {
+        let (x, scratch) = (x.row(r), &mut scratch[r * room..][..room]);
+        *sum = L::enter(FinishRow::<L, T> { x, scratch, sum: *sum, lanes: PhantomData });
+    }
+}
+
+struct FinishRow<'a, L, T: Element> {
+    x: &'a [T],
+    scratch: &'a mut [T::Real],
+    sum: f64,
+    lanes: PhantomData<L>,
+}
+
+impl<L, T> simd::Task for FinishRow<'_, L, T>
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    type Output = f64;
+    #[inline(always)]
+    fn run(self) -> f64 {
+        let (x, mut noted) = (self.x, L::splat(Real::of(0.0)));
+        for i in (0..x.len()).step_by(L::N) {
+            noted = L::note(x, i, noted);
+        }
+        if L::is_far(noted, NEAR) {
+            return exp_sum::<L, T, false, true>(x, row_shift::<L, T>(x), self.scratch);
+        }
+        let whole = x.len() / L::N * L::N;
+        if whole == x.len() {
+            return self.sum;
+        }
+        let end = L::read(x, whole, T::Real::MINUS_INFINITY).exp_for_store::<false>();
+        end.set(self.scratch, whole);
+        self.sum + end.reduce_add().to_f64()
+    }
+}
+
+/// Writes rows of scratch, each times its scale.
+struct ScaleRows<'a, 'r, L, T: Element> {
+    scratch: &'a [T::Real],
+    room: usize,
+    scales: &'a [T::Real; BATCH],
+    o: &'a mut RunMut<'r, T>,
+    rows: usize,
+    stream: bool,
+    lanes: PhantomData<L>,
+}
+
+impl<L, T> simd::Task for ScaleRows<'_, '_, L, T>
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    type Output = ();
+    #[inline(always)]
+    fn run(self) {
+        let Self { scratch, room, scales, o, rows, stream, .. } = self;
+        for (r, &scale) in scales[..rows].iter().enumerate() {
+            let (row, exps, scale) = (o.row(r), &scratch[r * room..][..room], L::splat(scale));
+            steps!(L in row.len(), [exps], [row], (i, WHOLE) => {
+                write_nearest::<L, T, WHOLE>(L::get(exps, i).mul(scale), row, i, stream);
+            });
+        }
+    }
 }
 
 /// Block `i` of exp(x - shift), as [`exp_sum`] kept it or computed again.
@@ -549,15 +665,40 @@ where
     let mut scratch = Scratch::<T::Real>::new(batch * room);
     let scratch = &mut scratch[..];
     let (mut shifts, mut scales) = ([Real::of(0.0); BATCH], [Real::of(0.0); BATCH]);
+    let mut sums = [0.0; BATCH];
     while let Some(runs) = task.part.next_run::<T>(batch) {
         let ([x], [mut o]) = (runs.inputs, runs.outputs);
-        for (r, shift) in shifts[..runs.rows].iter_mut().enumerate() {
-            *shift = row_shift::<L, T>(x.row(r));
+        if !(KEPT && L::HAS_SHORT) {
+            for (r, shift) in shifts[..runs.rows].iter_mut().enumerate() {
+                *shift = row_shift::<L, T>(x.row(r));
+            }
         }
-        for (r, scale) in scales[..runs.rows].iter_mut().enumerate() {
-            let scratch = &mut scratch[r * room..][..room];
-            let sum = exp_sum::<L, T, LOG, KEPT>(x.row(r), shifts[r], scratch);
+        if KEPT && L::HAS_SHORT {
+            let (x, rows, sums) = (&x, runs.rows, &mut sums);
+            let task = NearExpSums { x, rows, scratch, room, sums, lanes: PhantomData::<L> };
+            let far = L::enter(task);
+            finish_near_exp_sums::<L, T>(far, x, scratch, room, &mut sums[..rows]);
+        } else {
+            for (r, sum) in sums[..runs.rows].iter_mut().enumerate() {
+                let scratch = &mut scratch[r * room..][..room];
+                *sum = exp_sum::<L, T, LOG, KEPT>(x.row(r), shifts[r], scratch);
+            }
+        }
+        for (scale, &sum) in scales.iter_mut().zip(&sums[..runs.rows]) {
             *scale = if LOG { logarithm(sum, zero_masked) } else { inverse(sum, zero_masked) };
+        }
+        if KEPT && L::HAS_SHORT {
+            let (rows, scales, stream) = (runs.rows, &scales, task.stream);
+            L::enter(ScaleRows::<L, T> {
+                scratch,
+                room,
+                scales,
+                o: &mut o,
+                rows,
+                stream,
+                lanes: PhantomData,
+            });
+            continue;
         }
         for (r, &scale) in scales[..runs.rows].iter().enumerate() {
             let (x, o, scratch) = (x.row(r), o.row(r), &scratch[r * room..][..room]);
@@ -568,7 +709,7 @@ where
                 } else {
                     exps::<L, T, false, KEPT>(x, i, shift, scratch).mul(scale)
                 };
-                write::<L, T, WHOLE>(result, o, i, task.stream);
+                write_nearest::<L, T, WHOLE>(result, o, i, task.stream);
             });
         }
     }
@@ -592,9 +733,9 @@ where
     Real::of(total)
 }
 
-/// The sum of the products of two rows.
+/// The sum of the products of two rows; asks for what lies `ahead` of them, in bytes.
 #[inline(always)]
-fn row_dot<L, T>(x: &[T], y: &[T]) -> T::Real
+fn row_dot<L, T>(x: &[T], y: &[T], ahead: (isize, isize)) -> T::Real
 where
     T: Element,
     L: Lanes<Real = T::Real> + Memory<T>,
@@ -602,7 +743,11 @@ where
     let mut total = 0.0;
     for start in (0..x.len()).step_by(CHUNK * L::N) {
         let mut sum = L::splat(Real::of(0.0));
-        blocks!(L in start..x.len().min(start + CHUNK * L::N), (i, WHOLE) => {
+        let end = x.len().min(start + CHUNK * L::N);
+        let (x, y) = (&x[start..end], &y[start..end]);
+        steps!(L in x.len(), [x, y], [], (i, WHOLE) => {
+            L::prefetch(x.as_ptr().wrapping_add(i).wrapping_byte_offset(ahead.0));
+            L::prefetch(y.as_ptr().wrapping_add(i).wrapping_byte_offset(ahead.1));
             let x: L = read::<L, T, WHOLE>(x, i, Real::of(0.0));
             sum = x.mul_add(read::<L, T, WHOLE>(y, i, Real::of(0.0)), sum);
         });
@@ -660,31 +805,84 @@ where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
-    let (batch, zero) = (batch(task.n), Real::of(0.0));
-    let mut totals = [zero; BATCH];
+    let batch = batch(task.n);
+    let (zero_masked, stream) = (task.options.zero_masked_rows, task.stream);
+    let mut totals = [Real::of(0.0); BATCH];
     while let Some(runs) = task.part.next_run::<T>(batch) {
-        let ([o, grad], [mut dx]) = (runs.inputs, runs.outputs);
-        for (r, total) in totals[..runs.rows].iter_mut().enumerate() {
+        let ([o, grad], [mut dx], rows) = (runs.inputs, runs.outputs, runs.rows);
+        let (o, grad, dx, totals) = (&o, &grad, &mut dx, &mut totals);
+        L::enter(RowTotals::<L, T, LOG> { o, grad, rows, totals, lanes: PhantomData });
+        let options = (zero_masked, stream);
+        let lanes = PhantomData;
+        L::enter(RowGradients::<L, T, LOG> { o, grad, dx, rows, totals, options, lanes });
+    }
+}
+
+/// The sum over each row of o * grad, or of grad alone for the logarithm.
+struct RowTotals<'a, 'r, L, T: Element, const LOG: bool> {
+    o: &'a Run<'r, T>,
+    grad: &'a Run<'r, T>,
+    rows: usize,
+    totals: &'a mut [T::Real; BATCH],
+    lanes: PhantomData<L>,
+}
+
+impl<L, T, const LOG: bool> simd::Task for RowTotals<'_, '_, L, T, LOG>
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    type Output = ();
+    #[inline(always)]
+    fn run(self) {
+        let Self { o, grad, rows, totals, .. } = self;
+        for (r, total) in totals[..rows].iter_mut().enumerate() {
+            let ahead = (o.ahead(), grad.ahead());
             let (o, grad) = (o.row(r), grad.row(r));
-            *total = if LOG { row_sum::<L, T>(grad) } else { row_dot::<L, T>(o, grad) };
+            *total = if LOG { row_sum::<L, T>(grad) } else { row_dot::<L, T>(o, grad, ahead) };
         }
-        for (r, &total) in totals[..runs.rows].iter().enumerate() {
+    }
+}
+
+/// The gradients, from [`RowTotals`].
+struct RowGradients<'a, 'r, L, T: Element, const LOG: bool> {
+    o: &'a Run<'r, T>,
+    grad: &'a Run<'r, T>,
+    dx: &'a mut RunMut<'r, T>,
+    rows: usize,
+    totals: &'a [T::Real; BATCH],
+    /// Whether masked rows are zeros, and whether to stream.
+    options: (bool, bool),
+    lanes: PhantomData<L>,
+}
+
+impl<L, T, const LOG: bool> simd::Task for RowGradients<'_, '_, L, T, LOG>
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    type Output = ();
+    #[inline(always)]
+    fn run(self) {
+        let Self { o, grad, dx, rows, totals, options: (zero_masked, stream), .. } = self;
+        let zero = Real::of(0.0);
+        for (r, &total) in totals[..rows].iter().enumerate() {
             let (o, grad, dx) = (o.row(r), grad.row(r), dx.row(r));
-            if LOG && task.options.zero_masked_rows && is_masked::<L, T>(o) {
+            if LOG && zero_masked && is_masked::<L, T>(o) {
                 dx.fill(T::default());
                 continue;
             }
             let total = L::splat(total);
-            blocks!(L in 0..o.len(), (i, WHOLE) => {
+            steps!(L in o.len(), [o, grad], [dx], (i, WHOLE) => {
                 let o: L = read::<L, T, WHOLE>(o, i, zero);
                 let grad = read::<L, T, WHOLE>(grad, i, zero);
                 let o = if LOG { o.exp() } else { o };
                 let mut result = pull_back::<L, LOG>(o, grad, total);
-                if !LOG && task.options.zero_masked_rows {
+                if !LOG && zero_masked {
                     // A masked row is all zeros, and so is its gradient, whatever arrives.
                     result = zero_where_zero(o, result);
                 }
-                write::<L, T, WHOLE>(result, dx, i, task.stream);
+                write_nearest::<L, T, WHOLE>(result, dx, i, stream);
             });
         }
     }
@@ -725,7 +923,8 @@ where
             for i in (0..x.len()).step_by(L::N) {
                 let grad = L::read(grad, i, zero);
                 let o = exps::<L, T, true, false>(x, i, shift, &[]).mul(scale);
-                pull_back::<L, LOG>(o, grad, total).write(dx, i, task.stream);
+                let result = pull_back::<L, LOG>(o, grad, total);
+                write_nearest::<L, T, false>(result, dx, i, task.stream);
             }
         }
     }
@@ -933,7 +1132,7 @@ where
                 let x = read::<L, T, WHOLE>(x, i, Real::of(0.0)).sub(L::get(max, i));
                 let scale = L::get(scale, i);
                 let result = if LOG { x.sub(scale) } else { x.exp_for_store::<false>().mul(scale) };
-                write::<L, T, WHOLE>(result, o, i, task.stream);
+                write_nearest::<L, T, WHOLE>(result, o, i, task.stream);
             });
         }
     }
@@ -969,7 +1168,7 @@ where
                 } else if !LOG && task.options.zero_masked_rows {
                     result = zero_where_zero(o, result);
                 }
-                write::<L, T, WHOLE>(result, dx, i, task.stream);
+                write_nearest::<L, T, WHOLE>(result, dx, i, task.stream);
             });
         }
     }
@@ -1008,7 +1207,7 @@ where
                 if zero_masked {
                     result = zero_where_zero(L::get(scale, i), result);
                 }
-                result.write(dx, i, task.stream);
+                write_nearest::<L, T, false>(result, dx, i, task.stream);
             }
         }
     }

@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::{F32Lanes, Lanes, Memory, Task};
+use super::{F32Lanes, Lanes, Memory, Task, row_end};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2<const SPLIT: bool>(__m256, __m256);
@@ -208,6 +208,29 @@ impl<const SPLIT: bool> F32Lanes for Avx2<SPLIT> {
         Self(a, b)
     }
     #[inline(always)]
+    fn exp2_eighths(self) -> Self {
+        x86!({
+            // The table's entries lack what the fraction adds when it is shifted in.
+            let table = _mm256_setr_epi32(
+                0x3F80_0F5E,
+                0x3F7B_A684,
+                0x3F78_4A36,
+                0x3F76_12C4,
+                0x3F75_1AAE,
+                0x3F75_7EDD,
+                0x3F77_5ED5,
+                0x3F7A_DCF6,
+            );
+            let (a, b) = (_mm256_castps_si256(self.0), _mm256_castps_si256(self.1));
+            let fraction_a = _mm256_permutevar8x32_epi32(table, a);
+            let fraction_b = _mm256_permutevar8x32_epi32(table, b);
+            Self(
+                _mm256_castsi256_ps(_mm256_add_epi32(fraction_a, _mm256_slli_epi32::<20>(a))),
+                _mm256_castsi256_ps(_mm256_add_epi32(fraction_b, _mm256_slli_epi32::<20>(b))),
+            )
+        })
+    }
+    #[inline(always)]
     fn low_bits_pushed(self) -> (Self::Mask, Self::Mask) {
         // `select` reads the sign bit of each lane only, so a shift makes the mask.
         (self.shifted::<31>(), self.shifted::<30>())
@@ -323,9 +346,63 @@ impl Memory<bf16> for Avx2<true> {
     unsafe fn stream(self, p: *mut bf16) {
         x86!(_mm256_stream_si256(p.cast(), self.to_bf16()))
     }
+    #[inline(always)]
+    unsafe fn store_exact(self, p: *mut bf16) {
+        x86!(_mm256_storeu_si256(p.cast(), self.upper_halves()))
+    }
+    #[inline(always)]
+    unsafe fn stream_exact(self, p: *mut bf16) {
+        x86!(_mm256_stream_si256(p.cast(), self.upper_halves()))
+    }
+    /// Half a unit more, so that the upper halves are the rounded number. NaNs as in `to_bf16`.
+    #[inline(always)]
+    fn nearest(self) -> Self {
+        x86!({
+            let half = _mm256_set1_epi32(0x8000);
+            let (even, odd) = (_mm256_castps_si256(self.0), _mm256_castps_si256(self.1));
+            Self(
+                _mm256_castsi256_ps(_mm256_add_epi32(even, half)),
+                _mm256_castsi256_ps(_mm256_add_epi32(odd, half)),
+            )
+        })
+    }
+    /// As integers, sixteen at once: magnitudes are in the order of their representations.
+    #[inline(always)]
+    fn note(row: &[bf16], i: usize, so_far: Self) -> Self {
+        let end;
+        let block = if i + Self::N <= row.len() {
+            &row[i..]
+        } else {
+            end = row_end(row, i, 0.0);
+            &end
+        };
+        x86!({
+            let block = _mm256_loadu_si256(block.as_ptr().cast());
+            let magnitudes = _mm256_and_si256(block, _mm256_set1_epi16(0x7FFF));
+            let largest = _mm256_max_epi16(magnitudes, _mm256_castps_si256(so_far.0));
+            Self(_mm256_castsi256_ps(largest), so_far.1)
+        })
+    }
+    #[inline(always)]
+    fn is_far(noted: Self, limit: f32) -> bool {
+        let limit = (limit.to_bits() >> 16) as i16;
+        x86!({
+            let far = _mm256_cmpgt_epi16(_mm256_castps_si256(noted.0), _mm256_set1_epi16(limit));
+            _mm256_movemask_epi8(far) != 0
+        })
+    }
 }
 
 impl Avx2<true> {
+    /// The upper halves of the representations, in index order.
+    #[inline(always)]
+    fn upper_halves(self) -> __m256i {
+        x86!({
+            let (even, odd) = (_mm256_castps_si256(self.0), _mm256_castps_si256(self.1));
+            _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(even), odd)
+        })
+    }
+
     /// Nearest even by integer addition. A NaN stays one as long as its payload leaves the carry
     /// room, which holds for those that bf16 inputs bring (their low half is zero) and for the one
     /// that the CPU makes (0xFFC00000); parameters of wider types are made so when they are
@@ -337,7 +414,7 @@ impl Avx2<true> {
     fn to_bf16(self) -> __m256i {
         x86!({
             let (even, odd) = (_mm256_castps_si256(self.0), _mm256_castps_si256(self.1));
-            let upper = _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(even), odd);
+            let upper = self.upper_halves();
             let lower = _mm256_blend_epi16::<0b1010_1010>(even, _mm256_slli_epi32::<16>(odd));
             let is_even = _mm256_andnot_si256(upper, _mm256_set1_epi16(1));
             let up = _mm256_srli_epi16::<15>(_mm256_subs_epu16(lower, is_even));

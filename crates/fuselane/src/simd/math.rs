@@ -37,17 +37,17 @@ use super::{F32Lanes, Lanes, MAX_LANES, PUSH, Task, portable64::Portable64};
 
 /// Elementary functions of a block.
 pub(crate) trait Math: Lanes {
+    /// Whether there are short forms: whether those `for_store` differ from the others.
+    const HAS_SHORT: bool;
     fn exp(self) -> Self;
-    /// e^x for sums and ratios whose results are stored: right to 2^-13 where 8 bits are stored,
+    /// e^x for sums and ratios whose results are stored: right to 2^-11 where 8 bits are stored,
     /// as [`Math::exp`] elsewhere.
     ///
     /// `NEAR`, here and below, leaves out what arguments of large magnitude need, which has a
-    /// price in a loop. The caller collects the largest magnitude and, where that
-    /// [is far](Math::is_far), does it again without `NEAR`; results of near arguments are the
-    /// same bits.
+    /// price in a loop. The caller [notes](super::Memory::note) its arguments and, where one
+    /// [is far](super::Memory::is_far), does it again without `NEAR`; results of near arguments
+    /// are the same bits.
     fn exp_for_store<const NEAR: bool>(self) -> Self;
-    /// Whether one of these magnitudes is too large for `NEAR`.
-    fn is_far(magnitudes: Self) -> bool;
     /// Sine and cosine, within 1e-7 absolute for every finite argument.
     fn sin_cos(self) -> (Self, Self);
     /// 1 / (1 + e^-x).
@@ -161,59 +161,60 @@ impl<L: F32Lanes> Power<L> {
 }
 
 /// The short forms, for results that are stored as bf16 at once: eight bits, of which a relative
-/// error of 2^-11 spoils a few in a thousand, by one unit in the last place. (`fuselane-check` runs
-/// all 65,536 inputs.) They need about half the instructions.
+/// error of 2^-10 spoils a few in a thousand, by one unit in the last place. (`fuselane-check` runs
+/// all 65,536 inputs.) They need half the instructions.
 ///
-/// e^-u is 2^m p(g), where m + g is -u / ln 2 in a fixed-point number: `pushed` holds m and its
-/// exponent's bias in the low bits, as in [`Power`], and g comes out multiplied by the root of
-/// the cubic's highest coefficient, which saves that multiplication:
+/// e^-u is 2^m times e^(f ln 2), where m + f is -u / ln 2 and m has three bits behind the point.
+/// 2^m comes from a table of eight and a shift, and 1 + f ln 2 is enough for the rest, as |f| is
+/// at most 1/16. Three steps give it, none of which waits for an integer:
 ///
 /// ```text
-/// 2^g = ((g' g' + h) g' + b),   g' = c g
+/// pushed = M - u log2(e)                    M = 1.5 * 2^20 leaves three bits behind the point
+/// g      = (K - c pushed) - u c log2(e)     K = c M + 1, so that g = 1 + c f
 /// ```
 ///
-/// The constants were searched together, so that K = c M is a number of f32 and the largest
-/// relative error is least (8.1e-5). `M` has a half bit of slack: m is rounded down by about a
-/// half, so that g' is positive throughout.
+/// c (near ln 2), K and the table were searched together, so that K is a number of f32 and the
+/// largest relative error is least: 4.7e-4.
 struct Short<L> {
-    fraction: L,
+    g: L,
     scale: L,
 }
 
-/// The short forms hold for arguments up to this magnitude. Beyond, the exact form takes over,
-/// lane by lane, so that no result depends on its neighbours.
-const SHORT_LIMIT: f32 = 86.0;
+/// The short forms hold for arguments up to this magnitude, a number of every dtype. Beyond, the
+/// exact form takes over, lane by lane, so that no result depends on its neighbours.
+pub(crate) const SHORT_LIMIT: f32 = 80.0;
 
 impl<L: F32Lanes> Short<L> {
-    #[inline(always)]
-    fn minus(u: L) -> Self {
-        let pushed = u.neg_mul_add(L::splat(LOG2_E), L::splat(8_846_975.0));
-        let g = pushed.neg_mul_add(L::splat(0.380_690_46), L::splat(3_367_959.5));
-        let g = u.neg_mul_add(L::splat(0.549_220_2), g);
-        let fraction = g.mul_add(g, L::splat(0.886_927)).mul_add(g, L::splat(0.331_258_4));
-        Self { fraction, scale: pushed.exp2_pushed() }
-    }
+    const PUSH: f32 = 1_572_864.0;
+    const C: f32 = 0.692_713_74;
+    const C_LOG2_E: f32 = 0.999_374_7;
+    const K: f32 = 1_089_545.5;
 
     /// e^-u.
     #[inline(always)]
-    fn value(&self) -> L {
-        self.fraction.mul(self.scale)
+    fn minus(u: L) -> Self {
+        let pushed = u.neg_mul_add(L::splat(LOG2_E), L::splat(Self::PUSH));
+        let g = pushed.neg_mul_add(L::splat(Self::C), L::splat(Self::K));
+        Self { g: u.neg_mul_add(L::splat(Self::C_LOG2_E), g), scale: pushed.exp2_eighths() }
     }
 
-    /// 1 / (1 + e^-u), to 2^-11.5.
+    /// e^x.
+    #[inline(always)]
+    fn plus(x: L) -> Self {
+        let pushed = x.mul_add(L::splat(LOG2_E), L::splat(Self::PUSH));
+        let g = pushed.neg_mul_add(L::splat(Self::C), L::splat(Self::K));
+        Self { g: x.mul_add(L::splat(Self::C_LOG2_E), g), scale: pushed.exp2_eighths() }
+    }
+
+    #[inline(always)]
+    fn value(&self) -> L {
+        self.g.mul(self.scale)
+    }
+
+    /// 1 / (1 + e^-u), to 2^-10.3.
     #[inline(always)]
     fn sigmoid(&self) -> L {
-        self.fraction.mul_add(self.scale, L::splat(1.0)).reciprocal_estimate()
-    }
-
-    /// 1 / (1 + e^-u) to 2^-13, and 1 - that. The better reciprocal is for slopes, in which
-    /// terms cancel.
-    #[inline(always)]
-    fn sigmoid_and_complement(&self) -> (L, L) {
-        let divisor = self.fraction.mul_add(self.scale, L::splat(1.0));
-        let estimate = divisor.reciprocal_estimate();
-        let s = estimate.mul(divisor.neg_mul_add(estimate, L::splat(2.0)));
-        (s, self.value().mul(s))
+        self.g.mul_add(self.scale, L::splat(1.0)).reciprocal_estimate()
     }
 }
 
@@ -470,14 +471,10 @@ fn exact_silu_and_slope<L: F32Lanes>(x: L) -> (L, L) {
 }
 
 impl<L: F32Lanes> Math for L {
+    const HAS_SHORT: bool = L::SHORT;
     #[inline(always)]
     fn exp(self) -> Self {
         exact_exp(self)
-    }
-
-    #[inline(always)]
-    fn is_far(magnitudes: Self) -> bool {
-        L::SHORT && L::any(L::splat(SHORT_LIMIT).lt(magnitudes))
     }
 
     #[inline(always)]
@@ -485,7 +482,7 @@ impl<L: F32Lanes> Math for L {
         if !L::SHORT {
             return exact_exp(self);
         }
-        unless_far::<L, NEAR>(self, Exactly::Exp, Short::minus(self.neg()).value())
+        unless_far::<L, NEAR>(self, Exactly::Exp, Short::plus(self).value())
     }
 
     /// Within 1e-7 absolute; where |x| < 0.7, sine is within 0.7 ulp.
@@ -601,8 +598,10 @@ impl<L: F32Lanes> Math for L {
         if !L::SHORT {
             return exact_sigmoid_and_slope(self).1;
         }
-        let (s, complement) = Short::minus(self).sigmoid_and_complement();
-        unless_far::<L, NEAR>(self, Exactly::SigmoidSlope, s.mul(complement))
+        // e / (1 + e)², by two factors, since either square may leave f32.
+        let e = Short::minus(self).value();
+        let s = e.add(L::splat(1.0)).reciprocal_estimate();
+        unless_far::<L, NEAR>(self, Exactly::SigmoidSlope, e.mul(s).mul(s))
     }
 
     #[inline(always)]
@@ -615,8 +614,11 @@ impl<L: F32Lanes> Math for L {
         if !L::SHORT {
             return exact_silu_and_slope(self).1;
         }
-        let (s, complement) = Short::minus(self).sigmoid_and_complement();
-        let slope = s.mul(self.mul_add(complement, L::splat(1.0)));
+        // s (1 + x (1 - s)) is (1 + e + x e) s²: nothing cancels but what cancels in the result.
+        let e = Short::minus(self).value();
+        let divisor = e.add(L::splat(1.0));
+        let s = divisor.reciprocal_estimate();
+        let slope = self.mul_add(e, divisor).mul(s).mul(s);
         unless_far::<L, NEAR>(self, Exactly::SiluSlope, slope)
     }
 
@@ -716,14 +718,12 @@ mod scalar {
 }
 
 impl Math for Portable64 {
+    const HAS_SHORT: bool = false;
     fn exp(self) -> Self {
         self.map(f64::exp)
     }
     fn exp_for_store<const NEAR: bool>(self) -> Self {
         self.exp()
-    }
-    fn is_far(_magnitudes: Self) -> bool {
-        false
     }
     fn sin_cos(self) -> (Self, Self) {
         (self.map(f64::sin), self.map(f64::cos))

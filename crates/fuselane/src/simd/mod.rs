@@ -21,7 +21,7 @@ mod portable64;
 mod avx2;
 
 pub use isa::{Isa, isa, with_isa};
-pub(crate) use math::Math;
+pub(crate) use math::{Math, SHORT_LIMIT};
 
 use crate::dtype::{DType, Element, Real};
 use half::{bf16, f16};
@@ -130,6 +130,8 @@ pub(crate) trait F32Lanes: Lanes<Real = f32> {
     fn select_sign(self, negative: Self, positive: Self) -> Self;
     /// For self = [`PUSH`] + 127 + k: 2^k, for integral k within -126..=127.
     fn exp2_pushed(self) -> Self;
+    /// For self = 1.5 * 2^20 + m, where m is a multiple of 1/8: 2^m, to 2^-9; see `math::Short`.
+    fn exp2_eighths(self) -> Self;
     /// For self = [`PUSH`] + k, with integral |k| < 2^22: whether bit 0 of k is set, and whether
     /// bit 1 is (two's complement).
     fn low_bits_pushed(self) -> (Self::Mask, Self::Mask);
@@ -161,6 +163,44 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
         unsafe { self.store(p) }
     }
 
+    /// As [`Memory::store`], for numbers that `T` has exactly, and for those of
+    /// [`Memory::nearest`].
+    ///
+    /// # Safety
+    /// As for [`Memory::store`].
+    #[inline(always)]
+    unsafe fn store_exact(self, p: *mut T) {
+        // SAFETY: the caller's promise.
+        unsafe { self.store(p) }
+    }
+    /// As [`Memory::stream`], for the numbers of [`Memory::store_exact`].
+    ///
+    /// # Safety
+    /// As for [`Memory::stream`].
+    #[inline(always)]
+    unsafe fn stream_exact(self, p: *mut T) {
+        // SAFETY: the caller's promise.
+        unsafe { self.stream(p) }
+    }
+    /// Rounds to `T`, ties away from zero where that is cheaper, for [`Memory::write_exact`]. Meant
+    /// for results that are themselves approximate, so that a tie is chance.
+    #[inline(always)]
+    fn nearest(self) -> Self {
+        self
+    }
+    /// Takes the block at `i` of a row, up to the row's end, into `so_far`, for
+    /// [`Memory::is_far`].
+    #[inline(always)]
+    fn note(_row: &[T], _i: usize, so_far: Self) -> Self {
+        so_far
+    }
+    /// Whether a number that was noted (from zeros on) is beyond `limit`, a number of `T`, in
+    /// magnitude, or NaN. Always false for lanes that have no short forms.
+    #[inline(always)]
+    fn is_far(_noted: Self, _limit: f32) -> bool {
+        false
+    }
+
     /// The block at `i` of a row, with `fill` past the row's end.
     #[inline(always)]
     fn read(row: &[T], i: usize, fill: T::Real) -> Self {
@@ -188,11 +228,31 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
         // SAFETY: just checked; so is the alignment.
         unsafe {
             let p = row.as_mut_ptr().add(i);
-            if stream && (p as usize).is_multiple_of(STREAM_ALIGN) {
-                self.stream(p);
-            } else {
-                self.store(p);
-            }
+            if streams(p, stream) { self.stream(p) } else { self.store(p) }
+        }
+    }
+
+    /// As [`Memory::write_whole`], for the numbers of [`Memory::store_exact`].
+    #[inline(always)]
+    fn write_exact_whole(self, row: &mut [T], i: usize, stream: bool) {
+        assert!(i + Self::N <= row.len());
+        // SAFETY: just checked; so is the alignment.
+        unsafe {
+            let p = row.as_mut_ptr().add(i);
+            if streams(p, stream) { self.stream_exact(p) } else { self.store_exact(p) }
+        }
+    }
+
+    /// As [`Memory::write`], for the numbers of [`Memory::store_exact`].
+    #[inline(always)]
+    fn write_exact(self, row: &mut [T], i: usize, stream: bool) {
+        if i + Self::N <= row.len() {
+            self.write_exact_whole(row, i, stream);
+        } else {
+            let mut block = [T::default(); MAX_LANES];
+            // SAFETY: a block holds `MAX_LANES >= N` elements.
+            unsafe { self.store_exact(block.as_mut_ptr()) };
+            write_row_end(&block, row, i);
         }
     }
 
@@ -209,6 +269,14 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
             write_row_end(&block, row, i);
         }
     }
+}
+
+/// Whether a store to `p` goes past the caches: where that is wished and the address allows it.
+/// One test, with a mask that loops keep.
+#[inline(always)]
+fn streams<T>(p: *mut T, wish: bool) -> bool {
+    let mask = if wish { STREAM_ALIGN - 1 } else { usize::MAX };
+    p as usize & mask == 0
 }
 
 /// What a run of numbers is to lanes, for functions that are written once for rows of a tensor

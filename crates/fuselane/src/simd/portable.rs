@@ -158,6 +158,10 @@ impl F32Lanes for Portable {
         Self::select(self.compare(self, |a, _| a.is_sign_negative()), negative, positive)
     }
     #[inline(always)]
+    fn exp2_eighths(self) -> Self {
+        self.map(|m| (m - 1_572_864.0).exp2())
+    }
+    #[inline(always)]
     fn exp2_pushed(self) -> Self {
         self.map(|a| f32::from_bits(a.to_bits() << 23))
     }
