@@ -141,6 +141,12 @@ impl<'r, T: Element> Run<'r, T> {
         self.len
     }
 
+    /// Bytes from row to row.
+    #[inline(always)]
+    pub(crate) fn step(&self) -> isize {
+        self.step
+    }
+
     /// How many bytes behind a row one begins that is good to ask for while this one is worked
     /// on, whether there is such a row or not.
     #[inline(always)]

@@ -175,14 +175,14 @@ impl Act {
 
     /// Whether f has a short form in some lanes, for which large arguments have to be looked for.
     #[inline(always)]
-    fn has_short_form(self) -> bool {
+    pub(crate) fn has_short_form(self) -> bool {
         matches!(self, Self::Sigmoid | Self::Silu)
     }
 
     /// f(x) to be stored as it is: as exact as the stored type needs. `NEAR` is as for
     /// [`Math::exp_for_store`].
     #[inline(always)]
-    fn stored_value<L: Math, const NEAR: bool>(self, x: L) -> L {
+    pub(crate) fn stored_value<L: Math, const NEAR: bool>(self, x: L) -> L {
         match self {
             Self::Sigmoid => x.sigmoid_for_store::<NEAR>(),
             Self::Silu => x.silu_for_store::<NEAR>(),
@@ -190,12 +190,22 @@ impl Act {
         }
     }
 
+    /// [`Act::stored_value`] and f'(x), sharing what they have in common.
+    #[inline(always)]
+    pub(crate) fn stored_value_and_slope<L: Math, const NEAR: bool>(self, x: L) -> (L, L) {
+        match self {
+            Self::Sigmoid => x.sigmoid_and_slope_for_store::<NEAR>(),
+            Self::Silu => x.silu_and_slope_for_store::<NEAR>(),
+            _ => self.value_and_slope(x),
+        }
+    }
+
     /// grad * f'(x) to be stored as it is.
     #[inline(always)]
     fn stored_pull_back<L: Math, const NEAR: bool>(self, x: L, grad: L) -> L {
         match self {
-            Self::Sigmoid => grad.mul(x.sigmoid_slope_for_store::<NEAR>()),
-            Self::Silu => grad.mul(x.silu_slope_for_store::<NEAR>()),
+            Self::Sigmoid => grad.mul(x.sigmoid_and_slope_for_store::<NEAR>().1),
+            Self::Silu => grad.mul(x.silu_and_slope_for_store::<NEAR>().1),
             _ => self.pull_back(x, grad),
         }
     }

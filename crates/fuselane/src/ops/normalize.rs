@@ -47,7 +47,7 @@ use crate::error::{Error, Result};
 use crate::pool::{Buffer, Reals, RealsMut};
 use crate::rows::{self, Operands, Part, Rows};
 use crate::scratch::Scratch;
-use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory, Task};
+use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory, SHORT_LIMIT, Task};
 use crate::view::{View, ViewMut};
 use crate::{Element, Real, isa};
 
@@ -576,6 +576,8 @@ impl Normalize {
             return Ok(());
         }
         let (isa, stream, options) = (isa(), rows.stream(), *self);
+        let parameters = [weight, bias].into_iter().flatten();
+        let exactly = parameters.into_iter().any(|p| p.dtype().size() > rows.dtype().size());
         with_real!(rows.dtype(), R => {
             let factor = self.factor::<R>(weight, d);
             let bias_len = bias.map_or(0, |_| d);
@@ -583,7 +585,7 @@ impl Normalize {
             let (factor, bias) = (Reals::new(&factor[..d]), Reals::new(&bias[..bias_len]));
             let run = |part: Part<'_, 5, 3, 2>, sums: &mut [R]| {
                 let sums = RealsMut::new(sums);
-                let kernel = Backward { options, with, factor, bias, part, stream, sums };
+                let kernel = Backward { options, with, factor, bias, part, stream, exactly, sums };
                 simd::run(isa, rows.dtype(), kernel);
             };
             if !with.dweight && !with.dbias {
@@ -1071,7 +1073,7 @@ impl<T: Element> ForwardGroup<'_, T> {
                 };
                 if gates_due {
                     let (gate, values) = (self.gate, &mut *self.gates);
-                    gate_values::<L, T>(options.gate_act, gate, chunk, values, &mut []);
+                    gate_values::<L, T>(options.gate_act, false, gate, chunk, values, &mut []);
                 }
                 if pass == Pass::First || (long && with.keeps_p()) {
                     // The sum may overwrite an addend, so it is written when that was read last.
@@ -1240,10 +1242,12 @@ where
     }
 }
 
-/// g(gate) of a chunk and, unless `slopes` is empty, g'(gate), in register order.
+/// g(gate) of a chunk and, unless `slopes` is empty, g'(gate), in register order. They need not be
+/// `exactly` right where all that comes of them is stored as the gate is.
 #[inline(always)]
 fn gate_values<L, T>(
     act: Act,
+    exactly: bool,
     gate: &[T],
     chunk: Chunk,
     values: &mut [T::Real],
@@ -1252,43 +1256,61 @@ fn gate_values<L, T>(
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
-    struct Values<'r, L, T: Element> {
+    /// With `SHORT`, short forms of whole blocks only, and tells whether there are arguments too
+    /// large for them; else all from `start` on.
+    struct Values<'r, L, T: Element, const SHORT: bool> {
         act: Act,
         gate: &'r [T],
+        start: usize,
+        exactly: bool,
         values: &'r mut [T::Real],
         slopes: &'r mut [T::Real],
         lanes: PhantomData<L>,
     }
-    impl<L, T> Task for Values<'_, L, T>
+    impl<L, T, const SHORT: bool> Task for Values<'_, L, T, SHORT>
     where
         T: Element,
         L: Math + Lanes<Real = T::Real> + Memory<T>,
     {
-        type Output = ();
+        type Output = bool;
         #[inline(always)]
-        fn run(self) {
-            let Self { act, gate, values, slopes, .. } = self;
-            if slopes.is_empty() {
-                specialized!(act => for i in (0..gate.len()).step_by(L::N) {
-                    act.value(read::<L, T>(gate, i, false)).set(values, i);
-                });
-            } else {
-                specialized!(act => for i in (0..gate.len()).step_by(L::N) {
-                    let (value, slope) = act.value_and_slope(read::<L, T>(gate, i, false));
-                    value.set(values, i);
+        fn run(self) -> bool {
+            let Self { act, gate, start, exactly, values, slopes, .. } = self;
+            let mut noted = L::splat(Real::of(0.0));
+            let len = if SHORT { gate.len() / L::N * L::N } else { gate.len() };
+            specialized!(act => for i in (start..len).step_by(L::N) {
+                let x = read::<L, T>(gate, i, SHORT);
+                if SHORT {
+                    noted = L::note(gate, i, noted);
+                }
+                let (value, slope) = if SHORT {
+                    act.stored_value_and_slope::<L, true>(x)
+                } else if exactly || const { !L::HAS_SHORT } {
+                    act.value_and_slope(x)
+                } else {
+                    act.stored_value_and_slope::<L, false>(x)
+                };
+                value.set(values, i);
+                if !slopes.is_empty() {
                     slope.set(slopes, i);
-                });
-            }
+                }
+            });
+            SHORT && L::is_far(noted, SHORT_LIMIT)
         }
     }
-    let has_slopes = !slopes.is_empty();
-    L::enter(Values {
-        act,
-        gate: chunk.of(gate, true),
-        values: chunk.registers_mut::<L>(values, chunk.kept, true),
-        slopes: chunk.registers_mut::<L>(slopes, chunk.kept, has_slopes),
-        lanes: PhantomData::<L>,
-    });
+    let (gate, has_slopes, lanes) = (chunk.of(gate, true), !slopes.is_empty(), PhantomData::<L>);
+    let values = chunk.registers_mut::<L>(values, chunk.kept, true);
+    let slopes = chunk.registers_mut::<L>(slopes, chunk.kept, has_slopes);
+    let mut start = 0;
+    if const { L::HAS_SHORT } && !exactly && act.has_short_form() {
+        let short = Values::<_, _, true> { act, gate, start, exactly, values, slopes, lanes };
+        if !L::enter(short) {
+            start = gate.len() / L::N * L::N;
+        }
+    }
+    if start < gate.len() {
+        L::enter(Values::<_, _, false> { act, gate, start, exactly, values, slopes, lanes });
+    }
 }
 
 /// What takes part in a backward call, and what is asked for.
@@ -1347,6 +1369,8 @@ struct Backward<'r> {
     bias: Reals<'r>,
     part: Part<'r, 5, 3, 2, 0>,
     stream: bool,
+    /// Whether the parameters, and so their gradients, are of a wider type than x.
+    exactly: bool,
     /// Where the gradients of the weight and of the bias, whichever are asked for, are summed.
     sums: RealsMut<'r>,
 }
@@ -1398,6 +1422,7 @@ impl Kernel for Backward<'_> {
                         dbias: of_group_mut(dbias, registers),
                         gates: &mut gates,
                         slopes: &mut slopes,
+                        exactly: self.exactly,
                         // As `Act::pull_back` does.
                         cuts: matches!(act, Act::Relu | Act::ReluSquared),
                         mean: scalar(means.get(group).map_or(0.0, |mean| mean.to_f64())),
@@ -1442,6 +1467,8 @@ struct BackwardGroup<'r, T: Element> {
     gates: &'r mut [T::Real],
     /// g'(gate).
     slopes: &'r mut [T::Real],
+    /// As in [`Backward`].
+    exactly: bool,
     /// Whether the gate's gradient is 0 where the slope is, whatever arrives.
     cuts: bool,
     mean: T::Real,
@@ -1471,7 +1498,8 @@ impl<T: Element> BackwardGroup<'_, T> {
             for start in (0..len).step_by(CHUNK * L::N) {
                 let chunk = Chunk::new::<L>(start, len);
                 if with.gate.is_some() && (summing == first || len > LONG) {
-                    gate_values::<L, T>(act, self.gate, chunk, self.gates, self.slopes);
+                    let (gate, values, slopes) = (self.gate, &mut *self.gates, &mut *self.slopes);
+                    gate_values::<L, T>(act, self.exactly, gate, chunk, values, slopes);
                 }
                 let group = &mut self;
                 if summing {

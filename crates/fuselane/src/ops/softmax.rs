@@ -76,7 +76,9 @@ const CHUNK_ROWS: usize = 32;
 const BATCH: usize = 16;
 const BATCH_ELEMENTS: usize = 2048;
 /// Bytes of a column tile that stay in the second-level cache between its two readings.
-const TILE_BYTES: usize = 1 << 18;
+const TILE_BYTES: usize = 1 << 17;
+/// The most bytes of a column tile's exponentials that are kept between its two readings.
+const KEPT_TILE: usize = 1 << 18;
 /// The most bytes in a row of a column tile; the least are a cache line.
 const TILE_ROW: usize = 512;
 const LINE: usize = 64;
@@ -950,7 +952,7 @@ pub(crate) fn column_statistics<L, T>(
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
-    column_sums::<L, T, true, false>(x, x, rows, max, inverse, &mut []);
+    column_sums::<L, T, false>(x, x, rows, max, inverse, &mut []);
     invert::<L>(inverse, zero_masked);
 }
 
@@ -1007,7 +1009,7 @@ impl<L: Lanes> Compensated<L> {
 /// it by [`MARGIN`]; only then are its sums so far scaled down. So a slowly rising column does not
 /// collect a rounding error for each step.
 #[inline(always)]
-fn column_sums<L, T, const EXACT: bool, const DOT: bool>(
+fn column_sums<L, T, const DOT: bool>(
     x: &Run<'_, T>,
     grad: &Run<'_, T>,
     rows: Range<usize>,
@@ -1039,7 +1041,7 @@ fn column_sums<L, T, const EXACT: bool, const DOT: bool>(
             }
             let (mut chunk_sum, mut chunk_dot) = (L::splat(zero), L::splat(zero));
             for r in start..end {
-                let e = exponential::<L, EXACT>(read::<L, T, WHOLE>(x.row(r), i, zero).sub(base));
+                let e = read::<L, T, WHOLE>(x.row(r), i, zero).sub(base).exp();
                 chunk_sum = chunk_sum.add(e);
                 if DOT {
                     chunk_dot = e.mul_add(read::<L, T, WHOLE>(grad.row(r), i, zero), chunk_dot);
@@ -1061,30 +1063,52 @@ fn column_sums<L, T, const EXACT: bool, const DOT: bool>(
 }
 
 /// For each column, the sum of o * grad, or of grad alone for the logarithm.
-#[inline(always)]
-fn column_totals<L, T, const LOG: bool>(
-    o: &Run<'_, T>,
-    grad: &Run<'_, T>,
+struct ColumnTotals<'a, 'r, L, T: Element, const LOG: bool> {
+    o: &'a Run<'r, T>,
+    grad: &'a Run<'r, T>,
     rows: usize,
-    totals: &mut [T::Real],
-) where
+    totals: &'a mut [T::Real],
+    lost: &'a mut [T::Real],
+    lanes: PhantomData<L>,
+}
+
+impl<L, T, const LOG: bool> simd::Task for ColumnTotals<'_, '_, L, T, LOG>
+where
     T: Element,
     L: Lanes<Real = T::Real> + Memory<T>,
 {
-    let zero = Real::of(0.0);
-    blocks!(L in 0..grad.len(), (i, WHOLE) => {
-        let mut total = Compensated::<L>::zero();
+    type Output = ();
+    #[inline(always)]
+    fn run(self) {
+        let Self { o, grad, rows, totals, lost, .. } = self;
+        totals.fill(Real::of(0.0));
+        lost.fill(Real::of(0.0));
         for start in (0..rows).step_by(CHUNK_ROWS) {
-            let mut sum = L::splat(zero);
-            for r in start..rows.min(start + CHUNK_ROWS) {
-                let grad = read::<L, T, WHOLE>(grad.row(r), i, zero);
-                sum =
-                    if LOG { sum.add(grad) } else { read::<L, T, WHOLE>(o.row(r), i, zero).mul_add(grad, sum) };
-            }
-            total = total.add(sum);
+            let chunk = start..rows.min(start + CHUNK_ROWS);
+            blocks!(L in 0..grad.len(), (i, WHOLE) => {
+                let mut sum = L::splat(Real::of(0.0));
+                for r in chunk.clone() {
+                    let (o_row, grad_row) = (o.row(r), grad.row(r));
+                    for (row, step) in [(o_row, o.step()), (grad_row, grad.step())] {
+                        let ahead = CHUNK_ROWS as isize * step;
+                        L::prefetch(row.as_ptr().wrapping_add(i).wrapping_byte_offset(ahead));
+                    }
+                    let grad = read::<L, T, WHOLE>(grad_row, i, Real::of(0.0));
+                    sum = if LOG {
+                        sum.add(grad)
+                    } else {
+                        read::<L, T, WHOLE>(o_row, i, Real::of(0.0)).mul_add(grad, sum)
+                    };
+                }
+                let total = Compensated { sum: L::get(totals, i), lost: L::get(lost, i) }.add(sum);
+                total.sum.set(totals, i);
+                total.lost.set(lost, i);
+            });
         }
-        total.value().set(totals, i);
-    });
+        for i in (0..totals.len()).step_by(L::N) {
+            Compensated { sum: L::get(totals, i), lost: L::get(lost, i) }.value().set(totals, i);
+        }
+    }
 }
 
 /// For each column, 0 if it is nothing but minus infinity, else 1.
@@ -1105,12 +1129,215 @@ where
     }
 }
 
+/// For each column of a tile, the sum of the exponentials, for lanes with short forms; they are
+/// relative to `shifts` or, without, to 0. Tells whether an element is beyond [`NEAR`]: without
+/// shifts, the sums are then no good.
+///
+/// The rows go in chunks that stay in the first-level cache, and each chunk by blocks of columns,
+/// whose sums stay in registers.
+struct ShortColumnSums<'a, 'r, L, T: Element, const PART: u8> {
+    x: &'a Run<'r, T>,
+    rows: usize,
+    shifts: &'a [T::Real],
+    /// The exponentials of each row, if they are to be kept.
+    kept: &'a mut [T::Real],
+    sums: &'a mut [T::Real],
+    /// What rounding has lost of the sums.
+    lost: &'a mut [T::Real],
+    lanes: PhantomData<L>,
+}
+
+impl<L, T, const PART: u8> simd::Task for ShortColumnSums<'_, '_, L, T, PART>
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    type Output = bool;
+    #[inline(always)]
+    fn run(self) -> bool {
+        let Self { x, rows, shifts, kept, sums, lost, .. } = self;
+        let (zero, width) = (L::splat(Real::of(0.0)), sums.len());
+        let whole = x.len() / L::N * L::N;
+        let columns = match PART {
+            WHOLE_BLOCKS => 0..whole,
+            ROW_END => whole..x.len(),
+            _ => 0..x.len(),
+        };
+        let (ahead, mut noted) = (CHUNK_ROWS as isize * x.step(), zero);
+        for start in (0..rows).step_by(CHUNK_ROWS) {
+            let chunk = start..rows.min(start + CHUNK_ROWS);
+            for i in columns.clone().step_by(L::N) {
+                let mut sum = zero;
+                for r in chunk.clone() {
+                    let row = x.row(r);
+                    L::prefetch(row.as_ptr().wrapping_add(i).wrapping_byte_offset(ahead));
+                    let e = if PART == WHOLE_BLOCKS {
+                        let x: L = L::read_whole(row, i);
+                        noted = L::note(row, i, noted);
+                        x.exp_for_store::<true>()
+                    } else if PART == ROW_END {
+                        noted = L::note(row, i, noted);
+                        L::read(row, i, Real::of(0.0)).exp_for_store::<false>()
+                    } else {
+                        let x: L = L::read(row, i, Real::of(0.0));
+                        x.sub(L::get(shifts, i)).exp_for_store::<false>()
+                    };
+                    if !kept.is_empty() {
+                        e.set(kept, r * width + i);
+                    }
+                    sum = sum.add(e);
+                }
+                let mut total = Compensated { sum, lost: zero };
+                if start > 0 {
+                    total = Compensated { sum: L::get(sums, i), lost: L::get(lost, i) }.add(sum);
+                }
+                total.sum.set(sums, i);
+                total.lost.set(lost, i);
+            }
+        }
+        for i in columns.step_by(L::N) {
+            Compensated { sum: L::get(sums, i), lost: L::get(lost, i) }.value().set(sums, i);
+        }
+        L::is_far(noted, NEAR)
+    }
+}
+
+/// What [`ShortColumnSums`] works on: whole blocks of columns without shifts, what is left of them,
+/// or all with shifts. Each is a function of its own, so that the first one's loop is small.
+const WHOLE_BLOCKS: u8 = 0;
+const ROW_END: u8 = 1;
+const SHIFTED: u8 = 2;
+
+/// What the exponentials of each column are relative to: 0 where all of it is near, else its
+/// maximum (but 0 where that is minus infinity). So a near column does not depend on others.
+struct ColumnShifts<'a, 'r, L, T: Element> {
+    x: &'a Run<'r, T>,
+    rows: usize,
+    shifts: &'a mut [T::Real],
+    lanes: PhantomData<L>,
+}
+
+impl<L, T> simd::Task for ColumnShifts<'_, '_, L, T>
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    type Output = ();
+    #[inline(always)]
+    fn run(self) {
+        let least = L::splat(T::Real::MINUS_INFINITY);
+        let (zero, near) = (L::splat(Real::of(0.0)), L::splat(Real::of(f64::from(NEAR))));
+        blocks!(L in 0..self.x.len(), (i, WHOLE) => {
+            let (mut max, mut magnitude) = (least, zero);
+            for r in 0..self.rows {
+                let x: L = read::<L, T, WHOLE>(self.x.row(r), i, Real::of(0.0));
+                max = max.max(x);
+                magnitude = x.abs().max(magnitude);
+            }
+            let shift = L::select(max.le(least), zero, max);
+            L::select(near.lt(magnitude), shift, zero).set(self.shifts, i);
+        });
+    }
+}
+
+/// Writes each column's exponentials times its scale.
+struct ScaleColumns<'a, 'r, L, T: Element> {
+    x: &'a Run<'r, T>,
+    o: &'a mut RunMut<'r, T>,
+    rows: usize,
+    shifts: Option<&'a [T::Real]>,
+    kept: &'a [T::Real],
+    scales: &'a [T::Real],
+    stream: bool,
+    lanes: PhantomData<L>,
+}
+
+impl<L, T> simd::Task for ScaleColumns<'_, '_, L, T>
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    type Output = ();
+    #[inline(always)]
+    fn run(self) {
+        let Self { x, o, rows, shifts, kept, scales, stream, .. } = self;
+        for r in 0..rows {
+            let (x, o) = (x.row(r), o.row(r));
+            if let Some(kept) = kept.get(r * scales.len()..).filter(|kept| !kept.is_empty()) {
+                steps!(L in o.len(), [kept, scales], [o], (i, WHOLE) => {
+                    let result = L::get(kept, i).mul(L::get(scales, i));
+                    write_nearest::<L, T, WHOLE>(result, o, i, stream);
+                });
+            } else if let Some(shifts) = shifts {
+                for i in (0..x.len()).step_by(L::N) {
+                    let x: L = L::read(x, i, Real::of(0.0)).sub(L::get(shifts, i));
+                    let result = x.exp_for_store::<false>().mul(L::get(scales, i));
+                    write_nearest::<L, T, false>(result, o, i, stream);
+                }
+            } else {
+                steps!(L in o.len(), [x, scales], [o], (i, WHOLE) => {
+                    let x: L = read::<L, T, WHOLE>(x, i, Real::of(0.0));
+                    let e = if WHOLE { x.exp_for_store::<true>() } else { x.exp_for_store::<false>() };
+                    write_nearest::<L, T, WHOLE>(e.mul(L::get(scales, i)), o, i, stream);
+                });
+            }
+        }
+    }
+}
+
+/// [`forward_columns`] for lanes with short forms.
+#[inline(always)]
+fn short_forward_columns<L, T>(mut task: Task<'_, 1>)
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    let room = task.width.next_multiple_of(L::N);
+    let keeps = task.n * room * size_of::<T::Real>() <= KEPT_TILE;
+    let mut scratch = [room; 3].map(Scratch::<T::Real>::new);
+    let [shifts, sums, lost] = &mut scratch;
+    let mut kept = Scratch::<T::Real>::new(if keeps { task.n * room } else { 0 });
+    while let Some(runs) = task.part.next_run::<T>(task.n) {
+        let ([x], [mut o], rows, stream) = (runs.inputs, runs.outputs, runs.rows, task.stream);
+        let (x, o, lanes) = (&x, &mut o, PhantomData::<L>);
+        let room = x.len().next_multiple_of(L::N);
+        let (sums, lost) = (&mut sums[..room], &mut lost[..room]);
+        let kept = &mut kept[..if keeps { rows * room } else { 0 }];
+        macro_rules! sums {
+            ($part:ident, $shifts:expr) => {
+                L::enter(ShortColumnSums::<L, T, $part> {
+                    x,
+                    rows,
+                    shifts: $shifts,
+                    kept,
+                    sums,
+                    lost,
+                    lanes,
+                })
+            };
+        }
+        let mut shift = None;
+        if sums!(WHOLE_BLOCKS, &[]) | (!x.len().is_multiple_of(L::N) && sums!(ROW_END, &[])) {
+            let shifts = &mut shifts[..room];
+            L::enter(ColumnShifts { x, rows, shifts, lanes });
+            sums!(SHIFTED, shifts);
+            shift = Some(&*shifts);
+        }
+        invert::<L>(sums, task.options.zero_masked_rows);
+        let (kept, scales) = (&*kept, &*sums);
+        L::enter(ScaleColumns { x, o, rows, shifts: shift, kept, scales, stream, lanes });
+    }
+}
+
 #[inline(always)]
 fn forward_columns<L, T, const LOG: bool>(mut task: Task<'_, 1>)
 where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
+    if L::HAS_SHORT && !LOG {
+        return short_forward_columns::<L, T>(task);
+    }
     let zero_masked = task.options.zero_masked_rows;
     let mut scratch = [task.width; 2].map(Scratch::<T::Real>::new);
     let [max, scale] = &mut scratch;
@@ -1118,7 +1345,7 @@ where
         let ([x], [mut o]) = (runs.inputs, runs.outputs);
         let room = x.len().next_multiple_of(L::N);
         let (max, scale) = (&mut max[..room], &mut scale[..room]);
-        column_sums::<L, T, LOG, false>(&x, &x, 0..runs.rows, max, scale, &mut []);
+        column_sums::<L, T, false>(&x, &x, 0..runs.rows, max, scale, &mut []);
         if LOG {
             for scale in scale.iter_mut() {
                 *scale = logarithm(scale.to_f64(), zero_masked);
@@ -1131,7 +1358,7 @@ where
             blocks!(L in 0..x.len(), (i, WHOLE) => {
                 let x = read::<L, T, WHOLE>(x, i, Real::of(0.0)).sub(L::get(max, i));
                 let scale = L::get(scale, i);
-                let result = if LOG { x.sub(scale) } else { x.exp_for_store::<false>().mul(scale) };
+                let result = if LOG { x.sub(scale) } else { x.exp().mul(scale) };
                 write_nearest::<L, T, WHOLE>(result, o, i, task.stream);
             });
         }
@@ -1144,31 +1371,79 @@ where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
-    let zero = Real::of(0.0);
     let look_for_masked = LOG && task.options.zero_masked_rows;
-    let mut scratch = [task.width; 2].map(Scratch::<T::Real>::new);
-    let [totals, unmasked] = &mut scratch;
+    let mut scratch = [task.width; 3].map(Scratch::<T::Real>::new);
+    let [totals, lost, unmasked] = &mut scratch;
     while let Some(runs) = task.part.next_run::<T>(task.n) {
-        let ([o, grad], [mut dx]) = (runs.inputs, runs.outputs);
+        let ([o, grad], [mut dx], rows) = (runs.inputs, runs.outputs, runs.rows);
+        let (o, grad, dx, lanes) = (&o, &grad, &mut dx, PhantomData::<L>);
         let room = o.len().next_multiple_of(L::N);
-        let (totals, unmasked) = (&mut totals[..room], &mut unmasked[..room]);
-        column_totals::<L, T, LOG>(&o, &grad, runs.rows, totals);
+        let (totals, lost) = (&mut totals[..room], &mut lost[..room]);
+        L::enter(ColumnTotals::<_, _, LOG> { o, grad, rows, totals, lost, lanes });
+        let unmasked = &mut unmasked[..if look_for_masked { room } else { 0 }];
         if look_for_masked {
-            unmasked_columns::<L, T>(&o, runs.rows, unmasked);
+            unmasked_columns::<L, T>(o, rows, unmasked);
         }
-        for r in 0..runs.rows {
+        let zero_masked = !LOG && task.options.zero_masked_rows;
+        let options = (zero_masked, task.stream);
+        L::enter(ColumnGradients::<_, _, LOG> {
+            o,
+            grad,
+            dx,
+            rows,
+            totals,
+            unmasked,
+            options,
+            lanes,
+        });
+    }
+}
+
+/// The gradients, from [`ColumnTotals`].
+struct ColumnGradients<'a, 'r, L, T: Element, const LOG: bool> {
+    o: &'a Run<'r, T>,
+    grad: &'a Run<'r, T>,
+    dx: &'a mut RunMut<'r, T>,
+    rows: usize,
+    totals: &'a [T::Real],
+    /// 0 for each masked column, if they are to have zeros.
+    unmasked: &'a [T::Real],
+    /// Whether gradients of zeros are zeros, and whether to stream.
+    options: (bool, bool),
+    lanes: PhantomData<L>,
+}
+
+impl<L, T, const LOG: bool> simd::Task for ColumnGradients<'_, '_, L, T, LOG>
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    type Output = ();
+    #[inline(always)]
+    fn run(self) {
+        let Self { o, grad, dx, rows, totals, unmasked, options: (zero_masked, stream), .. } = self;
+        let zero = Real::of(0.0);
+        for r in 0..rows {
             let (o, grad, dx) = (o.row(r), grad.row(r), dx.row(r));
-            blocks!(L in 0..o.len(), (i, WHOLE) => {
+            if !unmasked.is_empty() {
+                for i in (0..o.len()).step_by(L::N) {
+                    let (o, grad): (L, L) = (L::read(o, i, zero), L::read(grad, i, zero));
+                    let o = if LOG { o.exp() } else { o };
+                    let result = pull_back::<L, LOG>(o, grad, L::get(totals, i));
+                    let result = zero_where_zero(L::get(unmasked, i), result);
+                    write_nearest::<L, T, false>(result, dx, i, stream);
+                }
+                continue;
+            }
+            steps!(L in o.len(), [o, grad, totals], [dx], (i, WHOLE) => {
                 let o: L = read::<L, T, WHOLE>(o, i, zero);
                 let grad = read::<L, T, WHOLE>(grad, i, zero);
                 let o = if LOG { o.exp() } else { o };
                 let mut result = pull_back::<L, LOG>(o, grad, L::get(totals, i));
-                if look_for_masked {
-                    result = zero_where_zero(L::get(unmasked, i), result);
-                } else if !LOG && task.options.zero_masked_rows {
+                if zero_masked {
                     result = zero_where_zero(o, result);
                 }
-                write_nearest::<L, T, WHOLE>(result, dx, i, task.stream);
+                write_nearest::<L, T, WHOLE>(result, dx, i, stream);
             });
         }
     }
@@ -1181,18 +1456,21 @@ where
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
     let (zero, zero_masked) = (Real::of(0.0), task.options.zero_masked_rows);
-    let mut scratch = [task.width; 3].map(Scratch::<T::Real>::new);
-    let [max, scale, totals] = &mut scratch;
+    let mut scratch = [task.width; 4].map(Scratch::<T::Real>::new);
+    let [max, scale, totals, lost] = &mut scratch;
     while let Some(runs) = task.part.next_run::<T>(task.n) {
         let ([x, grad], [mut dx]) = (runs.inputs, runs.outputs);
         let room = x.len().next_multiple_of(L::N);
-        let (max, scale, totals) = (&mut max[..room], &mut scale[..room], &mut totals[..room]);
+        let (max, scale) = (&mut max[..room], &mut scale[..room]);
+        let (totals, lost) = (&mut totals[..room], &mut lost[..room]);
         if LOG {
-            column_sums::<L, T, true, false>(&x, &grad, 0..runs.rows, max, scale, totals);
-            column_totals::<L, T, true>(&x, &grad, runs.rows, totals);
+            column_sums::<L, T, false>(&x, &grad, 0..runs.rows, max, scale, totals);
+            let lanes = PhantomData::<L>;
+            let (o, grad, rows) = (&x, &grad, runs.rows);
+            L::enter(ColumnTotals::<_, _, true> { o, grad, rows, totals, lost, lanes });
             invert::<L>(scale, zero_masked);
         } else {
-            column_sums::<L, T, true, true>(&x, &grad, 0..runs.rows, max, scale, totals);
+            column_sums::<L, T, true>(&x, &grad, 0..runs.rows, max, scale, totals);
             invert::<L>(scale, zero_masked);
             for i in (0..room).step_by(L::N) {
                 L::get(totals, i).mul(L::get(scale, i)).set(totals, i);

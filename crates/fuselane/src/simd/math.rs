@@ -68,9 +68,9 @@ pub(crate) trait Math: Lanes {
     /// that of the function alone by a rounding.
     fn sigmoid_and_slope(self) -> (Self, Self);
     fn silu_and_slope(self) -> (Self, Self);
-    /// The slopes, for gradients that are stored.
-    fn sigmoid_slope_for_store<const NEAR: bool>(self) -> Self;
-    fn silu_slope_for_store<const NEAR: bool>(self) -> Self;
+    /// These, as [`Math::exp_for_store`] is to [`Math::exp`].
+    fn sigmoid_and_slope_for_store<const NEAR: bool>(self) -> (Self, Self);
+    fn silu_and_slope_for_store<const NEAR: bool>(self) -> (Self, Self);
     fn tanh_and_slope(self) -> (Self, Self);
     fn gelu_and_slope(self) -> (Self, Self);
     fn gelu_tanh_and_slope(self) -> (Self, Self);
@@ -224,35 +224,38 @@ enum Exactly {
     Exp,
     Sigmoid,
     Silu,
-    SigmoidSlope,
-    SiluSlope,
+    SigmoidAndSlope,
+    SiluAndSlope,
 }
 
-/// A block through the exact form, out of line: it is rarely needed.
+/// A block through the exact form, out of line: it is rarely needed. Functions without a slope
+/// give their value twice.
 struct Exact<L>(Exactly, L);
 
 impl<L: F32Lanes> Task for Exact<L> {
-    type Output = L;
+    type Output = (L, L);
     #[inline(always)]
-    fn run(self) -> L {
-        match self.0 {
+    fn run(self) -> (L, L) {
+        let twice = match self.0 {
             Exactly::Exp => exact_exp(self.1),
             Exactly::Sigmoid => exact_sigmoid(self.1),
             Exactly::Silu => exact_silu(self.1),
-            Exactly::SigmoidSlope => exact_sigmoid_and_slope(self.1).1,
-            Exactly::SiluSlope => exact_silu_and_slope(self.1).1,
-        }
+            Exactly::SigmoidAndSlope => return exact_sigmoid_and_slope(self.1),
+            Exactly::SiluAndSlope => return exact_silu_and_slope(self.1),
+        };
+        (twice, twice)
     }
 }
 
 /// `short`, but the exact form where `x` is beyond [`SHORT_LIMIT`]. A NaN passes through either.
 #[inline(always)]
-fn unless_far<L: F32Lanes, const NEAR: bool>(x: L, which: Exactly, short: L) -> L {
+fn unless_far<L: F32Lanes, const NEAR: bool>(x: L, which: Exactly, short: (L, L)) -> (L, L) {
     let far = L::splat(SHORT_LIMIT).lt(x.abs());
     if NEAR || !L::any(far) {
         return short;
     }
-    L::select(far, L::enter(Exact(which, x)), short)
+    let exact = L::enter(Exact(which, x));
+    (L::select(far, exact.0, short.0), L::select(far, exact.1, short.1))
 }
 
 /// x within `low..=high`; a NaN stays.
@@ -482,7 +485,8 @@ impl<L: F32Lanes> Math for L {
         if !L::SHORT {
             return exact_exp(self);
         }
-        unless_far::<L, NEAR>(self, Exactly::Exp, Short::plus(self).value())
+        let short = Short::plus(self).value();
+        unless_far::<L, NEAR>(self, Exactly::Exp, (short, short)).0
     }
 
     /// Within 1e-7 absolute; where |x| < 0.7, sine is within 0.7 ulp.
@@ -542,7 +546,8 @@ impl<L: F32Lanes> Math for L {
         if !L::SHORT {
             return exact_sigmoid(self);
         }
-        unless_far::<L, NEAR>(self, Exactly::Sigmoid, Short::minus(self).sigmoid())
+        let short = Short::minus(self).sigmoid();
+        unless_far::<L, NEAR>(self, Exactly::Sigmoid, (short, short)).0
     }
 
     #[inline(always)]
@@ -555,7 +560,8 @@ impl<L: F32Lanes> Math for L {
         if !L::SHORT {
             return exact_silu(self);
         }
-        unless_far::<L, NEAR>(self, Exactly::Silu, self.mul(Short::minus(self).sigmoid()))
+        let short = self.mul(Short::minus(self).sigmoid());
+        unless_far::<L, NEAR>(self, Exactly::Silu, (short, short)).0
     }
 
     /// Within 3 ulp.
@@ -593,15 +599,15 @@ impl<L: F32Lanes> Math for L {
         exact_sigmoid_and_slope(self)
     }
 
+    /// The slope is e / (1 + e)², by two factors, since either square may leave f32.
     #[inline(always)]
-    fn sigmoid_slope_for_store<const NEAR: bool>(self) -> Self {
+    fn sigmoid_and_slope_for_store<const NEAR: bool>(self) -> (Self, Self) {
         if !L::SHORT {
-            return exact_sigmoid_and_slope(self).1;
+            return exact_sigmoid_and_slope(self);
         }
-        // e / (1 + e)², by two factors, since either square may leave f32.
         let e = Short::minus(self).value();
         let s = e.add(L::splat(1.0)).reciprocal_estimate();
-        unless_far::<L, NEAR>(self, Exactly::SigmoidSlope, e.mul(s).mul(s))
+        unless_far::<L, NEAR>(self, Exactly::SigmoidAndSlope, (s, e.mul(s).mul(s)))
     }
 
     #[inline(always)]
@@ -609,17 +615,18 @@ impl<L: F32Lanes> Math for L {
         exact_silu_and_slope(self)
     }
 
+    /// The slope s (1 + x (1 - s)) is (1 + e + x e) s²: nothing cancels but what cancels in the
+    /// result.
     #[inline(always)]
-    fn silu_slope_for_store<const NEAR: bool>(self) -> Self {
+    fn silu_and_slope_for_store<const NEAR: bool>(self) -> (Self, Self) {
         if !L::SHORT {
-            return exact_silu_and_slope(self).1;
+            return exact_silu_and_slope(self);
         }
-        // s (1 + x (1 - s)) is (1 + e + x e) s²: nothing cancels but what cancels in the result.
         let e = Short::minus(self).value();
         let divisor = e.add(L::splat(1.0));
         let s = divisor.reciprocal_estimate();
         let slope = self.mul_add(e, divisor).mul(s).mul(s);
-        unless_far::<L, NEAR>(self, Exactly::SiluSlope, slope)
+        unless_far::<L, NEAR>(self, Exactly::SiluAndSlope, (self.mul(s), slope))
     }
 
     /// Slope within 4 ulp.
@@ -767,11 +774,11 @@ impl Math for Portable64 {
     fn silu_for_store<const NEAR: bool>(self) -> Self {
         self.silu()
     }
-    fn sigmoid_slope_for_store<const NEAR: bool>(self) -> Self {
-        self.sigmoid_and_slope().1
+    fn sigmoid_and_slope_for_store<const NEAR: bool>(self) -> (Self, Self) {
+        self.sigmoid_and_slope()
     }
-    fn silu_slope_for_store<const NEAR: bool>(self) -> Self {
-        self.silu_and_slope().1
+    fn silu_and_slope_for_store<const NEAR: bool>(self) -> (Self, Self) {
+        self.silu_and_slope()
     }
 }
 
