@@ -34,6 +34,8 @@ use crate::view::{MAX_RANK, View, ViewMut};
 const HUGE: usize = 2 << 20;
 /// The alignment of small blocks: a cache line.
 const LINE: usize = 64;
+/// The unit of large blocks.
+const PAGE: usize = 4096;
 
 /// What the pool holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -95,13 +97,21 @@ impl Block {
     }
 }
 
-/// The size of the block that serves `bytes`: steps of an eighth of a power of two, at least a
-/// cache line, and whole huge pages from one huge page on. `None` when it cannot exist.
+/// The size of a new block for `bytes`: whole pages for large ones, so that a tensor takes hardly
+/// more than itself; steps of a sixteenth or less of the next power of two for others, at least a
+/// cache line. `None` when it cannot exist.
 fn class(bytes: usize) -> Option<usize> {
-    let step = |unit: usize| Some((bytes.max(1).checked_next_power_of_two()? / 16).max(unit));
-    let unit = if bytes >= HUGE { step(HUGE)? } else { step(LINE)? };
+    let unit = match bytes {
+        HUGE.. => PAGE,
+        _ => (bytes.max(1).next_power_of_two() / 16).max(LINE),
+    };
     let bytes = bytes.max(1).checked_next_multiple_of(unit)?;
     (bytes < isize::MAX as usize - HUGE).then_some(bytes)
+}
+
+/// The largest block that may serve where one of size `class` would do.
+fn largest_fit(class: usize) -> usize {
+    class + class / 8
 }
 
 fn pool() -> MutexGuard<'static, Pool> {
@@ -153,12 +163,14 @@ fn take(bytes: usize) -> Result<Block> {
     let class = class(bytes).ok_or_else(too_large)?;
     {
         let mut pool = pool();
-        pool.stats.used_bytes += class;
-        if let Some(block) = pool.free.get_mut(&class).and_then(Vec::pop) {
-            pool.stats.held_bytes -= class;
+        let mut fits = pool.free.range_mut(class..=largest_fit(class));
+        if let Some(block) = fits.find_map(|(_, blocks)| blocks.pop()) {
+            pool.stats.used_bytes += block.bytes;
+            pool.stats.held_bytes -= block.bytes;
             pool.stats.reused += 1;
             return Ok(block);
         }
+        pool.stats.used_bytes += class;
         pool.stats.fresh += 1;
     }
     let block = Block::new(class).or_else(|| {
@@ -436,11 +448,24 @@ mod tests {
         for bytes in [1, 63, 64, 65, 4096, 100_000, HUGE - 1, HUGE, HUGE + 1, 37_748_736, 1 << 31] {
             let class = class(bytes).unwrap();
             assert!(class >= bytes);
-            assert!(class <= bytes + bytes / 8 + HUGE.min(bytes.next_power_of_two().max(LINE)));
+            assert!(class < bytes + bytes / 8 + LINE.max(bytes / 64).min(PAGE));
             assert_eq!(super::class(class), Some(class));
         }
         assert_eq!(class(usize::MAX), None);
         assert_eq!(class(isize::MAX as usize), None);
+    }
+
+    #[test]
+    fn blocks_of_nearly_the_size_are_used_again() {
+        let shape = |rows: usize| [rows, HUGE / 4];
+        let first = Buffer::unfilled(DType::F32, &shape(31)).unwrap();
+        let address = first.ptr();
+        drop(first);
+        // A bit smaller, but not much smaller, nor larger.
+        for (rows, same) in [(32, false), (29, true), (16, false)] {
+            let next = Buffer::unfilled(DType::F32, &shape(rows)).unwrap();
+            assert_eq!(next.ptr() == address, same, "{rows}");
+        }
     }
 
     #[test]
