@@ -15,9 +15,9 @@ use crate::{Bound, Case};
 /// cosine, after the terms of the activation; those of dx both gradients of the element, those of
 /// dtheta the products of the coordinate, the element and both its gradients.
 pub const BOUNDS: [Bound; 3] = [
-    Bound { output: "o", f32: 6.5, bf16: 6.5, f64: 20.0 },
-    Bound { output: "dx", f32: 4.5, bf16: 4.5, f64: 14.0 },
-    Bound { output: "dtheta", f32: 3.5, bf16: 3.5, f64: 3.0 },
+    Bound { output: "o", f32: 6.5, f16: 6.5, bf16: 6.5, f64: 20.0 },
+    Bound { output: "dx", f32: 4.5, f16: 4.5, bf16: 4.5, f64: 14.0 },
+    Bound { output: "dtheta", f32: 3.5, f16: 3.5, bf16: 3.5, f64: 3.0 },
 ];
 
 struct Waves {

@@ -16,17 +16,19 @@ use crate::tensor::Tensor;
 /// Its `Display` is its row in the operator's page.
 ///
 /// ```
-/// let bound = fuselane_check::Bound { output: "dx", f32: 2.5, bf16: 2.5, f64: 4.0 };
-/// assert_eq!(bound.to_string(), "| `dx` | 2.5 | 2.5 | 4 |");
+/// let bound = fuselane_check::Bound { output: "dx", f32: 2.5, f16: 2.5, bf16: 2.5, f64: 4.0 };
+/// assert_eq!(bound.to_string(), "| `dx` | 2.5 | 2.5 | 2.5 | 4 |");
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Bound {
     /// The output it is for.
     pub output: &'static str,
-    /// K for f32 and f16 activations, in ulp of f32.
+    /// K for f32 activations, in ulp of f32.
     pub f32: f64,
-    /// K for bf16 activations, in ulp of f32, of which 65,536 are one of bf16: short forms of some
+    /// K for f16 activations, in ulp of f32, of which 8,192 are one of f16: short forms of some
     /// functions are exact enough for it.
+    pub f16: f64,
+    /// K for bf16 activations, in ulp of f32, of which 65,536 are one of bf16.
     pub bf16: f64,
     /// K for f64 activations, in ulp of f64; it covers the error of the reference too.
     pub f64: f64,
@@ -36,6 +38,7 @@ impl Bound {
     fn k(&self, dtype: DType) -> f64 {
         match dtype {
             DType::F64 => self.f64,
+            DType::F16 => self.f16,
             DType::BF16 => self.bf16,
             _ => self.f32,
         }
@@ -44,7 +47,8 @@ impl Bound {
 
 impl fmt::Display for Bound {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "| `{}` | {} | {} | {} |", self.output, self.f32, self.bf16, self.f64)
+        let Self { output, f32, f16, bf16, f64 } = self;
+        write!(f, "| `{output}` | {f32} | {f16} | {bf16} | {f64} |")
     }
 }
 
@@ -284,7 +288,7 @@ pub(crate) fn round(dtype: DType, value: f64) -> f64 {
 mod tests {
     use super::*;
 
-    const BOUNDS: [Bound; 1] = [Bound { output: "o", f32: 2.0, bf16: 2.0, f64: 2.0 }];
+    const BOUNDS: [Bound; 1] = [Bound { output: "o", f32: 2.0, f16: 2.0, bf16: 2.0, f64: 2.0 }];
 
     fn outcome(dtype: DType, got: f64, truth: f64, magnitude: f64) -> Outcome {
         let call = Call { case: &"test", bounds: &BOUNDS, dtype, isa: Isa::Portable };

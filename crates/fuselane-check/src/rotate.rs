@@ -17,9 +17,9 @@ use crate::{Bound, Case};
 /// times 1 for the sine or the cosine, after the terms of the activation; those of dtheta are the
 /// products of the coordinate, both gradients and both elements of a pair.
 pub const BOUNDS: [Bound; 3] = [
-    Bound { output: "o", f32: 7.5, bf16: 7.5, f64: 25.0 },
-    Bound { output: "dx", f32: 5.5, bf16: 5.5, f64: 20.0 },
-    Bound { output: "dtheta", f32: 3.5, bf16: 3.5, f64: 4.0 },
+    Bound { output: "o", f32: 7.5, f16: 7.5, bf16: 7.5, f64: 25.0 },
+    Bound { output: "dx", f32: 5.5, f16: 5.5, bf16: 5.5, f64: 20.0 },
+    Bound { output: "dtheta", f32: 3.5, f16: 3.5, bf16: 3.5, f64: 4.0 },
 ];
 
 /// How many pairs rotate.

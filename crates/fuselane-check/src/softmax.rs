@@ -15,9 +15,9 @@ use crate::{Bound, Case};
 /// exponential, and |o| + 1 for the logarithm. Those of the gradients are both terms of their
 /// formula; `dx from x` counts o as `o` does.
 pub const BOUNDS: [Bound; 3] = [
-    Bound { output: "o", f32: 4.5, bf16: 7500.0, f64: 18.0 },
-    Bound { output: "dx from o", f32: 3.0, bf16: 3.0, f64: 4.5 },
-    Bound { output: "dx from x", f32: 4.0, bf16: 4.0, f64: 5.0 },
+    Bound { output: "o", f32: 4.5, f16: 1500.0, bf16: 7500.0, f64: 18.0 },
+    Bound { output: "dx from o", f32: 3.0, f16: 3.0, bf16: 3.0, f64: 4.5 },
+    Bound { output: "dx from x", f32: 4.0, f16: 4.0, bf16: 4.0, f64: 5.0 },
 ];
 
 /// Shapes with a dimension each around the widths of lanes (4, 8, 16) and of the chunks that sums

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Input, Layout, Memory, each_isa, rounded};
-use fuselane::reference::Random;
+use fuselane::reference::{Random, ulp};
 use fuselane::{
     Act, AngleTable, Angles, Buffer, Cosine, CosineBackward, DType, FusedAct, GatePosition,
     Normalize, NormalizeBackward, NormalizeForward, Pairing, Partial, Positions, Residual, Rotate,
@@ -574,7 +574,8 @@ fn softmax_rows_sum_to_one() {
 
 #[test]
 fn softmax_of_integers_does_not_depend_on_a_shift() {
-    // Integers that every dtype holds with the shift: x - max is the same, so are the bits.
+    // Integers that every dtype holds with the shift: x - max is the same, so are the bits. Short
+    // forms leave the maximum where it is, and may round the other way.
     let random = &mut Random::new(14);
     for dtype in DType::ALL {
         let numbers: Vec<f64> = (0..600).map(|_| random.below(40) as f64).collect();
@@ -583,7 +584,12 @@ fn softmax_of_integers_does_not_depend_on_a_shift() {
             each_isa(|isa| {
                 let [a, b] = [&numbers, &shifted]
                     .map(|v| Softmax::over(dim).forward(Tensor::new(dtype, &shape, v).view()));
-                assert!(bits(&a.unwrap()) == bits(&b.unwrap()), "{isa} {dtype} {dim}");
+                let (a, b) = (values(&a.unwrap()), values(&b.unwrap()));
+                let allowed = if matches!(dtype, DType::F16 | DType::BF16) { 1.0 } else { 0.0 };
+                for (a, b) in a.into_iter().zip(b) {
+                    let apart = ulp::error(dtype, a, b);
+                    assert!(apart <= allowed, "{isa} {dtype} {dim}: {a:e} {b:e}");
+                }
             });
         }
     }

@@ -1,18 +1,22 @@
 //! AVX2 + FMA + F16C: sixteen f32 in two registers.
 //!
-//! `Avx2<false>` holds elements 0..8 in the first register and 8..16 in the second; it serves f32
-//! and f16. `Avx2<true>` holds the elements of even index in the first and those of odd index in
-//! the second; it serves bf16, which is then widened by a shift or a mask and packed by a blend,
-//! without a shuffle.
+//! For f32 and f16, the first register holds elements 0..8 and the second 8..16. For bf16, the first
+//! holds the elements of even index and the second those of odd index: they are then widened by a
+//! shift or a mask and packed by a blend, without a shuffle.
 
 use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
 use super::{F32Lanes, Lanes, Memory, Task, row_end};
+use crate::dtype::Element;
 
 #[derive(Clone, Copy)]
-pub(crate) struct Avx2<const SPLIT: bool>(__m256, __m256);
+pub(crate) struct Avx2<const SPLIT: bool, const STORED_BITS: u32>(__m256, __m256);
+
+pub(crate) type Avx2ForF32 = Avx2<false, 24>;
+pub(crate) type Avx2ForF16 = Avx2<false, 11>;
+pub(crate) type Avx2ForBf16 = Avx2<true, 8>;
 
 /// Calls an intrinsic.
 ///
@@ -26,7 +30,7 @@ macro_rules! x86 {
     }};
 }
 
-impl<const SPLIT: bool> Lanes for Avx2<SPLIT> {
+impl<const SPLIT: bool, const STORED_BITS: u32> Lanes for Avx2<SPLIT, STORED_BITS> {
     type Real = f32;
     type Mask = (__m256, __m256);
     const N: usize = 16;
@@ -176,9 +180,9 @@ impl<const SPLIT: bool> Lanes for Avx2<SPLIT> {
     }
 }
 
-impl<const SPLIT: bool> F32Lanes for Avx2<SPLIT> {
+impl<const SPLIT: bool, const STORED_BITS: u32> F32Lanes for Avx2<SPLIT, STORED_BITS> {
     const FUSED: bool = true;
-    const SHORT: bool = SPLIT;
+    const STORED_BITS: u32 = STORED_BITS;
 
     #[inline(always)]
     fn reciprocal_estimate(self) -> Self {
@@ -242,7 +246,7 @@ impl<const SPLIT: bool> F32Lanes for Avx2<SPLIT> {
     }
 }
 
-impl<const SPLIT: bool> Avx2<SPLIT> {
+impl<const SPLIT: bool, const STORED_BITS: u32> Avx2<SPLIT, STORED_BITS> {
     /// The representations, shifted to the left.
     #[inline(always)]
     fn shifted<const BITS: i32>(self) -> (__m256, __m256) {
@@ -253,7 +257,7 @@ impl<const SPLIT: bool> Avx2<SPLIT> {
     }
 }
 
-impl<const SPLIT: bool> Memory<f32> for Avx2<SPLIT> {
+impl<const SPLIT: bool, const STORED_BITS: u32> Memory<f32> for Avx2<SPLIT, STORED_BITS> {
     #[inline(always)]
     unsafe fn load(p: *const f32) -> Self {
         // SAFETY: the caller's promise.
@@ -278,7 +282,10 @@ impl<const SPLIT: bool> Memory<f32> for Avx2<SPLIT> {
 
 /// From index order to even and odd indices.
 #[inline(always)]
-fn split<const SPLIT: bool>(a: __m256, b: __m256) -> Avx2<SPLIT> {
+fn split<const SPLIT: bool, const STORED_BITS: u32>(
+    a: __m256,
+    b: __m256,
+) -> Avx2<SPLIT, STORED_BITS> {
     #[inline(always)]
     fn untwist(v: __m256) -> __m256 {
         x86!(_mm256_castpd_ps(_mm256_permute4x64_pd::<0b11_01_10_00>(_mm256_castps_pd(v))))
@@ -291,14 +298,54 @@ fn split<const SPLIT: bool>(a: __m256, b: __m256) -> Avx2<SPLIT> {
 
 /// From even and odd indices back to index order.
 #[inline(always)]
-fn merge<const SPLIT: bool>(even: __m256, odd: __m256) -> Avx2<SPLIT> {
+fn merge<const SPLIT: bool, const STORED_BITS: u32>(
+    even: __m256,
+    odd: __m256,
+) -> Avx2<SPLIT, STORED_BITS> {
     x86!({
         let (low, high) = (_mm256_unpacklo_ps(even, odd), _mm256_unpackhi_ps(even, odd));
         Avx2(_mm256_permute2f128_ps::<0x20>(low, high), _mm256_permute2f128_ps::<0x31>(low, high))
     })
 }
 
-impl Memory<f16> for Avx2<false> {
+/// [`Memory::note`] for 16-bit floats, as integers, sixteen at once: magnitudes are in the order of
+/// their representations.
+#[inline(always)]
+fn note<T: Element<Real = f32>, const SPLIT: bool, const STORED_BITS: u32>(
+    row: &[T],
+    i: usize,
+    so_far: Avx2<SPLIT, STORED_BITS>,
+) -> Avx2<SPLIT, STORED_BITS> {
+    const { assert!(size_of::<T>() == 2) };
+    let end;
+    let block = if i + 16 <= row.len() {
+        &row[i..]
+    } else {
+        end = row_end(row, i, 0.0);
+        &end
+    };
+    x86!({
+        let block = _mm256_loadu_si256(block.as_ptr().cast());
+        let magnitudes = _mm256_and_si256(block, _mm256_set1_epi16(0x7FFF));
+        let largest = _mm256_max_epi16(magnitudes, _mm256_castps_si256(so_far.0));
+        Avx2(_mm256_castsi256_ps(largest), so_far.1)
+    })
+}
+
+/// [`Memory::is_far`] for what [`note`] gives.
+#[inline(always)]
+fn is_far<const SPLIT: bool, const STORED_BITS: u32>(
+    noted: Avx2<SPLIT, STORED_BITS>,
+    limit: u16,
+) -> bool {
+    x86!({
+        let limit = _mm256_set1_epi16(limit.cast_signed());
+        let far = _mm256_cmpgt_epi16(_mm256_castps_si256(noted.0), limit);
+        _mm256_movemask_epi8(far) != 0
+    })
+}
+
+impl Memory<f16> for Avx2ForF16 {
     #[inline(always)]
     unsafe fn load(p: *const f16) -> Self {
         x86!({
@@ -314,9 +361,17 @@ impl Memory<f16> for Avx2<false> {
     unsafe fn stream(self, p: *mut f16) {
         x86!(_mm256_stream_si256(p.cast(), self.to_f16()))
     }
+    #[inline(always)]
+    fn note(row: &[f16], i: usize, so_far: Self) -> Self {
+        note(row, i, so_far)
+    }
+    #[inline(always)]
+    fn is_far(noted: Self, limit: f32) -> bool {
+        is_far(noted, f16::from_f32(limit).to_bits())
+    }
 }
 
-impl Avx2<false> {
+impl Avx2ForF16 {
     #[inline(always)]
     fn to_f16(self) -> __m256i {
         x86!(_mm256_set_m128i(
@@ -326,7 +381,7 @@ impl Avx2<false> {
     }
 }
 
-impl Memory<bf16> for Avx2<true> {
+impl Memory<bf16> for Avx2ForBf16 {
     #[inline(always)]
     unsafe fn load(p: *const bf16) -> Self {
         x86!({
@@ -366,34 +421,17 @@ impl Memory<bf16> for Avx2<true> {
             )
         })
     }
-    /// As integers, sixteen at once: magnitudes are in the order of their representations.
     #[inline(always)]
     fn note(row: &[bf16], i: usize, so_far: Self) -> Self {
-        let end;
-        let block = if i + Self::N <= row.len() {
-            &row[i..]
-        } else {
-            end = row_end(row, i, 0.0);
-            &end
-        };
-        x86!({
-            let block = _mm256_loadu_si256(block.as_ptr().cast());
-            let magnitudes = _mm256_and_si256(block, _mm256_set1_epi16(0x7FFF));
-            let largest = _mm256_max_epi16(magnitudes, _mm256_castps_si256(so_far.0));
-            Self(_mm256_castsi256_ps(largest), so_far.1)
-        })
+        note(row, i, so_far)
     }
     #[inline(always)]
     fn is_far(noted: Self, limit: f32) -> bool {
-        let limit = (limit.to_bits() >> 16) as i16;
-        x86!({
-            let far = _mm256_cmpgt_epi16(_mm256_castps_si256(noted.0), _mm256_set1_epi16(limit));
-            _mm256_movemask_epi8(far) != 0
-        })
+        is_far(noted, bf16::from_f32(limit).to_bits())
     }
 }
 
-impl Avx2<true> {
+impl Avx2ForBf16 {
     /// The upper halves of the representations, in index order.
     #[inline(always)]
     fn upper_halves(self) -> __m256i {

@@ -40,8 +40,8 @@ pub(crate) trait Math: Lanes {
     /// Whether there are short forms: whether those `for_store` differ from the others.
     const HAS_SHORT: bool;
     fn exp(self) -> Self;
-    /// e^x for sums and ratios whose results are stored: right to 2^-11 where 8 bits are stored,
-    /// as [`Math::exp`] elsewhere.
+    /// e^x for sums and ratios whose results are stored: right to 2^-11 where 8 bits are stored, to
+    /// 2^-13.5 where 11 are, and as [`Math::exp`] elsewhere.
     ///
     /// `NEAR`, here and below, leaves out what arguments of large magnitude need, which has a
     /// price in a loop. The caller [notes](super::Memory::note) its arguments and, where one
@@ -160,24 +160,40 @@ impl<L: F32Lanes> Power<L> {
     }
 }
 
-/// The short forms, for results that are stored as bf16 at once: eight bits, of which a relative
-/// error of 2^-10 spoils a few in a thousand, by one unit in the last place. (`fuselane-check` runs
-/// all 65,536 inputs.) They need half the instructions.
+/// The short forms, for results that are stored in 16 bits at once. Of a bf16's eight bits, a
+/// relative error of 2^-10 spoils a few in a thousand, by one unit in the last place; of an f16's
+/// eleven, one of 2^-13.5 does. (`fuselane-check` runs all 65,536 inputs.) They need about half the
+/// instructions.
 ///
-/// e^-u is 2^m times e^(f ln 2), where m + f is -u / ln 2 and m has three bits behind the point.
-/// 2^m comes from a table of eight and a shift, and 1 + f ln 2 is enough for the rest, as |f| is
-/// at most 1/16. Three steps give it, none of which waits for an integer:
+/// e^-u is 2^m 2^f, where m + f is -u / ln 2. m stands in the low bits of `pushed`, as in [`Power`],
+/// and f comes out times a constant, in steps of which none waits for an integer:
 ///
 /// ```text
-/// pushed = M - u log2(e)                    M = 1.5 * 2^20 leaves three bits behind the point
-/// g      = (K - c pushed) - u c log2(e)     K = c M + 1, so that g = 1 + c f
+/// pushed = M - u log2(e)
+/// g      = (K - c pushed) - u c log2(e)       K = c M, so that g = c f
 /// ```
 ///
-/// c (near ln 2), K and the table were searched together, so that K is a number of f32 and the
-/// largest relative error is least: 4.7e-4.
+/// **For bf16**, M = 1.5 * 2^20 leaves three bits of m behind the point; 2^m comes from a table of
+/// eight and a shift; K is larger by 1, and as |f| is at most 1/16, g = 1 + c f with c near ln 2 is
+/// all that is needed of 2^f: 4.7e-4.
+///
+/// **For f16**, m is an integer, and 2^f = (g² + h) g + b, where c is the third root of the cubic's
+/// highest coefficient, which saves that multiplication: 8.1e-5. M has a half bit of slack: m is
+/// rounded down by about a half, so that g is positive throughout.
+///
+/// The constants of each (and the table) were searched together, so that K is a number of f32 and
+/// the largest relative error is least.
 struct Short<L> {
-    g: L,
+    fraction: L,
     scale: L,
+}
+
+/// M, c, c log2(e) and K.
+struct Reduction {
+    push: f32,
+    c: f32,
+    c_log2_e: f32,
+    k: f32,
 }
 
 /// The short forms hold for arguments up to this magnitude, a number of every dtype. Beyond, the
@@ -185,36 +201,57 @@ struct Short<L> {
 pub(crate) const SHORT_LIMIT: f32 = 80.0;
 
 impl<L: F32Lanes> Short<L> {
-    const PUSH: f32 = 1_572_864.0;
-    const C: f32 = 0.692_713_74;
-    const C_LOG2_E: f32 = 0.999_374_7;
-    const K: f32 = 1_089_545.5;
+    const BY_TABLE: bool = L::STORED_BITS <= 8;
+    const BY: Reduction = if Self::BY_TABLE {
+        Reduction { push: 1_572_864.0, c: 0.692_713_74, c_log2_e: 0.999_374_7, k: 1_089_545.5 }
+    } else {
+        Reduction { push: 8_846_975.0, c: 0.380_690_46, c_log2_e: 0.549_220_2, k: 3_367_959.5 }
+    };
 
     /// e^-u.
     #[inline(always)]
     fn minus(u: L) -> Self {
-        let pushed = u.neg_mul_add(L::splat(LOG2_E), L::splat(Self::PUSH));
-        let g = pushed.neg_mul_add(L::splat(Self::C), L::splat(Self::K));
-        Self { g: u.neg_mul_add(L::splat(Self::C_LOG2_E), g), scale: pushed.exp2_eighths() }
+        let pushed = u.neg_mul_add(L::splat(LOG2_E), L::splat(Self::BY.push));
+        let g = pushed.neg_mul_add(L::splat(Self::BY.c), L::splat(Self::BY.k));
+        Self::of(pushed, u.neg_mul_add(L::splat(Self::BY.c_log2_e), g))
     }
 
     /// e^x.
     #[inline(always)]
     fn plus(x: L) -> Self {
-        let pushed = x.mul_add(L::splat(LOG2_E), L::splat(Self::PUSH));
-        let g = pushed.neg_mul_add(L::splat(Self::C), L::splat(Self::K));
-        Self { g: x.mul_add(L::splat(Self::C_LOG2_E), g), scale: pushed.exp2_eighths() }
+        let pushed = x.mul_add(L::splat(LOG2_E), L::splat(Self::BY.push));
+        let g = pushed.neg_mul_add(L::splat(Self::BY.c), L::splat(Self::BY.k));
+        Self::of(pushed, x.mul_add(L::splat(Self::BY.c_log2_e), g))
+    }
+
+    #[inline(always)]
+    fn of(pushed: L, g: L) -> Self {
+        if Self::BY_TABLE {
+            return Self { fraction: g, scale: pushed.exp2_eighths() };
+        }
+        let fraction = g.mul_add(g, L::splat(0.886_927)).mul_add(g, L::splat(0.331_258_4));
+        Self { fraction, scale: pushed.exp2_pushed() }
     }
 
     #[inline(always)]
     fn value(&self) -> L {
-        self.g.mul(self.scale)
+        self.fraction.mul(self.scale)
     }
 
-    /// 1 / (1 + e^-u), to 2^-10.3.
+    /// 1 / (1 + e^-u).
     #[inline(always)]
     fn sigmoid(&self) -> L {
-        self.g.mul_add(self.scale, L::splat(1.0)).reciprocal_estimate()
+        Self::reciprocal(self.fraction.mul_add(self.scale, L::splat(1.0)))
+    }
+
+    /// 1 / x: the CPU's estimate (2^-11.5) for bf16, and one step of Newton's from it for f16.
+    #[inline(always)]
+    fn reciprocal(x: L) -> L {
+        let estimate = x.reciprocal_estimate();
+        if Self::BY_TABLE {
+            return estimate;
+        }
+        estimate.mul(x.neg_mul_add(estimate, L::splat(2.0)))
     }
 }
 
@@ -474,7 +511,7 @@ fn exact_silu_and_slope<L: F32Lanes>(x: L) -> (L, L) {
 }
 
 impl<L: F32Lanes> Math for L {
-    const HAS_SHORT: bool = L::SHORT;
+    const HAS_SHORT: bool = L::STORED_BITS < 24;
     #[inline(always)]
     fn exp(self) -> Self {
         exact_exp(self)
@@ -482,7 +519,7 @@ impl<L: F32Lanes> Math for L {
 
     #[inline(always)]
     fn exp_for_store<const NEAR: bool>(self) -> Self {
-        if !L::SHORT {
+        if !Self::HAS_SHORT {
             return exact_exp(self);
         }
         let short = Short::plus(self).value();
@@ -543,7 +580,7 @@ impl<L: F32Lanes> Math for L {
 
     #[inline(always)]
     fn sigmoid_for_store<const NEAR: bool>(self) -> Self {
-        if !L::SHORT {
+        if !Self::HAS_SHORT {
             return exact_sigmoid(self);
         }
         let short = Short::minus(self).sigmoid();
@@ -557,7 +594,7 @@ impl<L: F32Lanes> Math for L {
 
     #[inline(always)]
     fn silu_for_store<const NEAR: bool>(self) -> Self {
-        if !L::SHORT {
+        if !Self::HAS_SHORT {
             return exact_silu(self);
         }
         let short = self.mul(Short::minus(self).sigmoid());
@@ -602,11 +639,11 @@ impl<L: F32Lanes> Math for L {
     /// The slope is e / (1 + e)², by two factors, since either square may leave f32.
     #[inline(always)]
     fn sigmoid_and_slope_for_store<const NEAR: bool>(self) -> (Self, Self) {
-        if !L::SHORT {
+        if !Self::HAS_SHORT {
             return exact_sigmoid_and_slope(self);
         }
         let e = Short::minus(self).value();
-        let s = e.add(L::splat(1.0)).reciprocal_estimate();
+        let s = Short::reciprocal(e.add(L::splat(1.0)));
         unless_far::<L, NEAR>(self, Exactly::SigmoidAndSlope, (s, e.mul(s).mul(s)))
     }
 
@@ -619,12 +656,12 @@ impl<L: F32Lanes> Math for L {
     /// result.
     #[inline(always)]
     fn silu_and_slope_for_store<const NEAR: bool>(self) -> (Self, Self) {
-        if !L::SHORT {
+        if !Self::HAS_SHORT {
             return exact_silu_and_slope(self);
         }
         let e = Short::minus(self).value();
         let divisor = e.add(L::splat(1.0));
-        let s = divisor.reciprocal_estimate();
+        let s = Short::reciprocal(divisor);
         let slope = self.mul_add(e, divisor).mul(s).mul(s);
         unless_far::<L, NEAR>(self, Exactly::SiluAndSlope, (self.mul(s), slope))
     }

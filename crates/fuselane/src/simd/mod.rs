@@ -117,9 +117,9 @@ pub(crate) trait Lanes: Copy {
 pub(crate) trait F32Lanes: Lanes<Real = f32> {
     /// Whether [`Lanes::mul_add`] rounds once.
     const FUSED: bool;
-    /// Whether results are stored with no more than 8 bits (bf16), so that elementary functions
-    /// need not be right to the last bit of f32.
-    const SHORT: bool;
+    /// The bits of a number as it is stored: 24 (f32), 11 (f16) or 8 (bf16). With fewer than 24,
+    /// elementary functions need not be right to the last bit of f32.
+    const STORED_BITS: u32;
     /// 1 / self, to 2^-11 or better.
     fn reciprocal_estimate(self) -> Self;
     /// The smaller of each pair; `other` where either is NaN.
@@ -130,7 +130,7 @@ pub(crate) trait F32Lanes: Lanes<Real = f32> {
     fn select_sign(self, negative: Self, positive: Self) -> Self;
     /// For self = [`PUSH`] + 127 + k: 2^k, for integral k within -126..=127.
     fn exp2_pushed(self) -> Self;
-    /// For self = 1.5 * 2^20 + m, where m is a multiple of 1/8: 2^m, to 2^-9; see `math::Short`.
+    /// For self = 1.5 * 2^20 + m, where m is a multiple of 1/8: 2^m, to 2^-11; see `math::Short`.
     fn exp2_eighths(self) -> Self;
     /// For self = [`PUSH`] + k, with integral |k| < 2^22: whether bit 0 of k is set, and whether
     /// bit 1 is (two's complement).
@@ -437,13 +437,13 @@ impl Arithmetic for f32 {
         match (isa, dtype) {
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2, _) => {
-                use avx2::Avx2;
+                use avx2::{Avx2ForBf16, Avx2ForF16, Avx2ForF32};
                 match dtype {
-                    DType::F16 => enter::<Avx2<false>, f16, K>(kernel),
-                    DType::BF16 => enter::<Avx2<true>, bf16, K>(kernel),
-                    _ => enter::<Avx2<false>, f32, K>(kernel),
+                    DType::F16 => enter::<Avx2ForF16, f16, K>(kernel),
+                    DType::BF16 => enter::<Avx2ForBf16, bf16, K>(kernel),
+                    _ => enter::<Avx2ForF32, f32, K>(kernel),
                 }
-                Avx2::<false>::fence();
+                Avx2ForF32::fence();
             }
             (_, DType::F16) => enter::<Portable, f16, K>(kernel),
             (_, DType::BF16) => enter::<Portable, bf16, K>(kernel),

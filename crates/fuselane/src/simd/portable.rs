@@ -138,7 +138,7 @@ impl Lanes for Portable {
 impl F32Lanes for Portable {
     const FUSED: bool = false;
     /// The short forms rely on fused multiply-add.
-    const SHORT: bool = false;
+    const STORED_BITS: u32 = 24;
 
     #[inline(always)]
     fn reciprocal_estimate(self) -> Self {
