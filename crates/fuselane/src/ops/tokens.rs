@@ -595,11 +595,11 @@ const NEAR: f32 = 60.0;
 
 impl<R: Real> Plan<'_, R> {
     /// Scratch for the rows of a patch, if it is needed, and for one row in whole blocks, or two
-    /// numbers for each row.
+    /// blocks for each row.
     fn scratch(&self, needed: bool) -> [Scratch<R>; 2] {
         let width = if needed { self.pieces.width } else { 0 };
         let rows = self.tile[0] * self.tile[1];
-        [Scratch::new(rows * width), Scratch::new(width.max(2 * rows))]
+        [Scratch::new(rows * width), Scratch::new(width.max(2 * rows * MAX_LANES))]
     }
 }
 
@@ -662,6 +662,7 @@ impl<E: Encoding, R: Real> Walk<'_, '_, E, R> {
             for h0 in (0..plan.heads).step_by(tile_heads) {
                 let h1 = (h0 + tile_heads).min(plan.heads);
                 if !per_batch && (h0 == 0 || !shared) {
+                    tables.keep_off(angles, part.output_address([t0, 0, h0]));
                     tables.fill::<L>(angles, 0, tokens.clone(), h0..h1);
                 }
                 for batch in 0..plan.batch {
@@ -750,7 +751,7 @@ fn is_short<L: Math>(pieces: &Pieces, form: Form) -> bool {
 }
 
 /// x' of a patch, into scratch; tells whether it is approximate. `columns` are the statistics of its
-/// columns, and the form of softmaxes; `e` is scratch for one row, or for a number for each.
+/// columns, and the form of softmaxes; `e` is scratch for one row, or for a block for each.
 #[inline(always)]
 fn activate<L, T>(
     act: FusedAct,
@@ -769,7 +770,7 @@ where
     if short && act == FusedAct::SoftmaxFeatures {
         let y = GridMut::dense(y, x.rows(), pieces.width);
         far_only = true;
-        if !L::enter(NearRowSoftmax { x, y, inverses: e, lanes }) {
+        if !L::enter(NearRowSoftmax { x, y, sums: e, lanes }) {
             return true;
         }
     }
@@ -1013,16 +1014,13 @@ where
     !L::is_far(note_row::<L, T>(x, L::splat(Real::of(0.0))), NEAR)
 }
 
-/// Blocks of a row whose exponentials are summed in lanes, before f64 takes over.
-const CHUNK: usize = 64;
-
 /// The softmax of each row of a patch, by the short form and without a maximum. Tells whether some
 /// rows have elements that are not near 0, and are to be done again.
 struct NearRowSoftmax<'p, 'y, L, T: Element> {
     x: Grid<'p, T>,
     y: GridMut<'y, T::Real>,
-    /// Room for a number for each row.
-    inverses: &'y mut [T::Real],
+    /// Room for a block for each row.
+    sums: &'y mut [T::Real],
     lanes: PhantomData<L>,
 }
 
@@ -1039,26 +1037,22 @@ where
         let mut noted = zero;
         for i in 0..tokens {
             for j in 0..heads {
-                self.x.prefetch_next::<L>(i, j);
-                let (x, y) = (self.x.blocks(i, j).chunks(CHUNK), self.y.blocks(i, j));
-                let mut total = 0.0;
-                for (x, y) in x.zip(y.chunks_mut(CHUNK)) {
-                    let mut sum = zero;
-                    for (x, y) in x.iter().zip(y) {
-                        let e = L::read_whole(x, 0).exp_for_store::<true>();
-                        noted = L::note(x, 0, noted);
-                        e.set(y, 0);
-                        sum = sum.add(e);
-                    }
-                    total += sum.reduce_add().to_f64();
+                let mut sum = zero;
+                for (x, y) in self.x.blocks(i, j).iter().zip(self.y.blocks(i, j)) {
+                    self.x.prefetch_block::<L>(x);
+                    let e = L::read_whole(x, 0).exp_for_store::<true>();
+                    noted = L::note(x, 0, noted);
+                    e.set(y, 0);
+                    sum = sum.add(e);
                 }
-                self.inverses[i * heads + j] = Real::of(1.0 / total);
+                sum.set(self.sums, (i * heads + j) * L::N);
             }
         }
         // Apart, so that no row waits for its own sum.
         for i in 0..tokens {
             for j in 0..heads {
-                let inverse = L::splat(self.inverses[i * heads + j]);
+                let sum = L::get(self.sums, (i * heads + j) * L::N).reduce_add();
+                let inverse = L::splat(Real::of(1.0 / sum.to_f64()));
                 for y in self.y.blocks(i, j) {
                     L::get(y, 0).mul(inverse).set(y, 0);
                 }
@@ -1089,11 +1083,11 @@ where
         let d = self.x.len();
         for i in 0..tokens {
             for j in 0..heads {
-                self.x.prefetch_next::<L>(i, j);
                 let inverse = &self.columns[(2 * j + 1) * d..][..d];
                 let (x, y) = (self.x.blocks(i, j), self.y.blocks(i, j));
                 let blocks = x.iter().zip(inverse.as_chunks::<MAX_LANES>().0).zip(y);
                 for ((x, inverse), y) in blocks {
+                    self.x.prefetch_block::<L>(x);
                     let e = L::read_whole(x, 0).exp_for_store::<true>();
                     e.mul(L::get(inverse, 0)).set(y, 0);
                 }
@@ -1653,24 +1647,29 @@ fn pull_back_short<L, T, G>(
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
     let lanes = PhantomData::<(L, G)>;
-    let far = L::enter(PullBackShort::<_, _, _, true> { pieces, x, g, dx: &mut dx, stream, lanes });
+    // The choice is made outside of the loop, which then needs no more registers than there are.
+    let far = if stream && pieces.whole() && dx.is_aligned() {
+        L::enter(PullBackShort::<_, _, _, true, true> { pieces, x, g, dx: &mut dx, lanes })
+    } else {
+        L::enter(PullBackShort::<_, _, _, true, false> { pieces, x, g, dx: &mut dx, lanes })
+    };
     if far {
-        L::enter(PullBackShort::<_, _, _, false> { pieces, x, g, dx: &mut dx, stream, lanes });
+        L::enter(PullBackShort::<_, _, _, false, false> { pieces, x, g, dx: &mut dx, lanes });
     }
 }
 
 /// [`pull_back_short`]; tells whether there are arguments that are not near, and only right without
-/// them if `NEAR`.
-struct PullBackShort<'p, 'o, L, G, T: Element, const NEAR: bool> {
+/// them if `NEAR`. With `STREAM`, rows are whole and aligned.
+struct PullBackShort<'p, 'o, L, G, T: Element, const NEAR: bool, const STREAM: bool> {
     pieces: &'p Pieces,
     x: Grid<'p, T>,
     g: Grid<'p, T::Real>,
     dx: &'p mut GridMut<'o, T>,
-    stream: bool,
     lanes: PhantomData<(L, G)>,
 }
 
-impl<L, G, T, const NEAR: bool> Task for PullBackShort<'_, '_, L, G, T, NEAR>
+impl<L, G, T, const NEAR: bool, const STREAM: bool> Task
+    for PullBackShort<'_, '_, L, G, T, NEAR, STREAM>
 where
     T: Element,
     G: Short,
@@ -1684,7 +1683,16 @@ where
         let mut noted = L::splat(zero);
         for i in 0..tokens {
             for j in 0..heads {
-                self.x.prefetch_next::<L>(i, j);
+                if STREAM {
+                    let blocks = self.x.blocks(i, j).iter().zip(self.g.blocks(i, j));
+                    for ((x, g), dx) in blocks.zip(self.dx.aligned_blocks(i, j)) {
+                        self.x.prefetch_block::<L>(x);
+                        noted = L::note(x, 0, noted);
+                        let slope = G::slope::<L, NEAR>(L::read_whole(x, 0));
+                        L::get(g, 0).mul(slope).nearest().write_exact_whole(dx, 0, true);
+                    }
+                    continue;
+                }
                 let (x, g, dx) = (self.x.row(i, j), self.g.row(i, j), self.dx.row(i, j));
                 for piece in self.pieces.iter() {
                     let (x, x_end) = piece.of_row(x).as_chunks::<MAX_LANES>();
@@ -1692,10 +1700,10 @@ where
                     let (dx, dx_end) = dx.as_chunks_mut::<MAX_LANES>();
                     let g = g[piece.at..].as_chunks::<MAX_LANES>().0;
                     for ((x, g), dx) in x.iter().zip(g).zip(dx) {
+                        self.x.prefetch_block::<L>(x);
                         noted = L::note(x, 0, noted);
                         let slope = G::slope::<L, NEAR>(L::read_whole(x, 0));
-                        let dx_block = L::get(g, 0).mul(slope).nearest();
-                        dx_block.write_exact_whole(dx, 0, self.stream);
+                        L::get(g, 0).mul(slope).nearest().write_exact_whole(dx, 0, false);
                     }
                     if !x_end.is_empty() {
                         let slope = G::slope::<L, false>(L::read(x_end, 0, zero));
@@ -1710,7 +1718,7 @@ where
 }
 
 /// `dx = x' * (dx' - sum of x' * dx')` for a patch, for softmaxes of rows in their short form.
-/// `y` is scratch for all rows, `sums` has room for two numbers for each.
+/// `y` is scratch for all rows, `sums` has room for two blocks for each.
 #[inline(always)]
 fn pull_back_rows<L, T>(
     pieces: &Pieces,
@@ -1727,7 +1735,12 @@ fn pull_back_rows<L, T>(
     let lanes = PhantomData::<L>;
     let rows = x.rows();
     let to = GridMut::dense(y, rows, pieces.width);
-    if !L::enter(PullBackNearRows { x, g, y: to, sums, dx: &mut dx, stream, lanes }) {
+    let far = if stream && dx.is_aligned() {
+        L::enter(PullBackNearRows::<_, _, true> { x, g, y: to, sums, dx: &mut dx, lanes })
+    } else {
+        L::enter(PullBackNearRows::<_, _, false> { x, g, y: to, sums, dx: &mut dx, lanes })
+    };
+    if !far {
         return;
     }
     for i in 0..rows[0] {
@@ -1749,18 +1762,18 @@ fn pull_back_rows<L, T>(
     }
 }
 
-/// [`pull_back_rows`] where all elements are near 0; tells whether some are not.
-struct PullBackNearRows<'p, 'o, 'y, L, T: Element> {
+/// [`pull_back_rows`] where all elements are near 0; tells whether some are not. With `STREAM`, rows
+/// are aligned.
+struct PullBackNearRows<'p, 'o, 'y, L, T: Element, const STREAM: bool> {
     x: Grid<'p, T>,
     g: Grid<'p, T::Real>,
     y: GridMut<'y, T::Real>,
     sums: &'y mut [T::Real],
     dx: &'p mut GridMut<'o, T>,
-    stream: bool,
     lanes: PhantomData<L>,
 }
 
-impl<L, T> Task for PullBackNearRows<'_, '_, '_, L, T>
+impl<L, T, const STREAM: bool> Task for PullBackNearRows<'_, '_, '_, L, T, STREAM>
 where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
@@ -1773,38 +1786,34 @@ where
         let mut noted = zero;
         for i in 0..tokens {
             for j in 0..heads {
-                self.x.prefetch_next::<L>(i, j);
-                let (x, g) = (self.x.blocks(i, j), self.g.blocks(i, j).chunks(CHUNK));
-                let (mut total, mut dot_total) = (0.0, 0.0);
-                let y = self.y.blocks(i, j).chunks_mut(CHUNK);
-                for ((x, g), y) in x.chunks(CHUNK).zip(g).zip(y) {
-                    let (mut sum, mut dot) = (zero, zero);
-                    for ((x, g), y) in x.iter().zip(g).zip(y) {
-                        let e = L::read_whole(x, 0).exp_for_store::<true>();
-                        noted = L::note(x, 0, noted);
-                        e.set(y, 0);
-                        sum = sum.add(e);
-                        dot = e.mul_add(L::get(g, 0), dot);
-                    }
-                    total += sum.reduce_add().to_f64();
-                    dot_total += dot.reduce_add().to_f64();
+                let (mut sum, mut dot) = (zero, zero);
+                let blocks = self.x.blocks(i, j).iter().zip(self.g.blocks(i, j));
+                for ((x, g), y) in blocks.zip(self.y.blocks(i, j)) {
+                    self.x.prefetch_block::<L>(x);
+                    let e = L::read_whole(x, 0).exp_for_store::<true>();
+                    noted = L::note(x, 0, noted);
+                    e.set(y, 0);
+                    sum = sum.add(e);
+                    dot = e.mul_add(L::get(g, 0), dot);
                 }
-                let at = 2 * (i * heads + j);
-                let inverse = 1.0 / total;
-                self.sums[at] = Real::of(inverse);
-                self.sums[at + 1] = Real::of(dot_total * inverse);
+                let at = 2 * (i * heads + j) * L::N;
+                sum.set(self.sums, at);
+                dot.set(self.sums, at + L::N);
             }
         }
         // Apart, so that no row waits for its own sums.
         for i in 0..tokens {
             for j in 0..heads {
-                let at = 2 * (i * heads + j);
-                let (inverse, dot) = (L::splat(self.sums[at]), L::splat(self.sums[at + 1]));
+                let at = 2 * (i * heads + j) * L::N;
+                let inverse = 1.0 / L::get(self.sums, at).reduce_add().to_f64();
+                let dot = L::get(self.sums, at + L::N).reduce_add().to_f64() * inverse;
+                let (inverse, dot) = (L::splat(Real::of(inverse)), L::splat(Real::of(dot)));
                 let (y, g) = (self.y.blocks(i, j), self.g.blocks(i, j));
-                for ((y, g), dx) in y.iter().zip(g).zip(self.dx.blocks(i, j)) {
+                let dx = if STREAM { self.dx.aligned_blocks(i, j) } else { self.dx.blocks(i, j) };
+                for ((y, g), dx) in y.iter().zip(g).zip(dx) {
                     let difference = L::get(g, 0).sub(dot);
                     let block = L::get(y, 0).mul(inverse).mul(difference).nearest();
-                    block.write_exact_whole(dx, 0, self.stream);
+                    block.write_exact_whole(dx, 0, STREAM);
                 }
             }
         }
@@ -1833,6 +1842,22 @@ where
     fn run(mut self) {
         let [tokens, heads] = self.y.rows();
         let width = self.pieces.width;
+        // Loops that only stream, where they can: see [`GridMut::aligned_blocks`].
+        let aligned = self.stream && self.pieces.whole() && self.dx.is_aligned();
+        if L::N == MAX_LANES && aligned && !self.columns.is_empty() {
+            let (dots, _) = self.columns.as_chunks::<MAX_LANES>();
+            for i in 0..tokens {
+                for j in 0..heads {
+                    let dots = &dots[j * width / MAX_LANES..][..width / MAX_LANES];
+                    let blocks = self.y.blocks(i, j).iter().zip(self.g.blocks(i, j)).zip(dots);
+                    for (((y, g), dot), dx) in blocks.zip(self.dx.aligned_blocks(i, j)) {
+                        let difference = L::get(g, 0).sub(L::get(dot, 0));
+                        L::get(y, 0).mul(difference).write_whole(dx, 0, true);
+                    }
+                }
+            }
+            return;
+        }
         for i in 0..tokens {
             for j in 0..heads {
                 let (y, g, dx) = (self.y.row(i, j), self.g.row(i, j), self.dx.row(i, j));
