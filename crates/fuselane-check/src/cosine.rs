@@ -13,10 +13,13 @@ use crate::{Bound, Case};
 
 /// What is promised of the encoding. The terms of o are the element times 1 for the sine or the
 /// cosine, after the terms of the activation; those of dx both gradients of the element, those of
-/// dtheta the products of the coordinate, the element and both its gradients.
-pub const BOUNDS: [Bound; 3] = [
+/// dtheta the products of the coordinate, the element and both its gradients. Activations with short
+/// forms (`encoding::has_short_forms`) have bounds of their own.
+pub const BOUNDS: [Bound; 5] = [
     Bound { output: "o", f32: 6.5, f16: 6.5, bf16: 6.5, f64: 20.0 },
     Bound { output: "dx", f32: 4.5, f16: 4.5, bf16: 4.5, f64: 14.0 },
+    Bound { output: "o of short forms", f32: 6.5, f16: 2500.0, bf16: 9000.0, f64: 20.0 },
+    Bound { output: "dx of short forms", f32: 4.5, f16: 2500.0, bf16: 10000.0, f64: 14.0 },
     Bound { output: "dtheta", f32: 3.5, f16: 3.5, bf16: 3.5, f64: 3.0 },
 ];
 
@@ -94,8 +97,8 @@ impl Encode for Cosine<'_> {
         2 * d
     }
 
-    fn needs_x(&self) -> bool {
-        self.act != FusedAct::default()
+    fn act(&self) -> FusedAct {
+        self.act
     }
 
     fn forward(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()> {

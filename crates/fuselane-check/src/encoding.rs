@@ -204,12 +204,17 @@ impl fmt::Display for Tokens {
     }
 }
 
+/// Whether an activation has a short form for bf16, which gives other bounds to o and dx.
+fn has_short_forms(act: FusedAct) -> bool {
+    !matches!(act, FusedAct::Elementwise(act) if !matches!(act, Act::Sigmoid | Act::Silu))
+}
+
 /// The operator, as the run of a case sees it.
 pub(crate) trait Encode {
     /// Output features of d features.
     fn width(&self, d: usize) -> usize;
-    /// Whether dx depends on x.
-    fn needs_x(&self) -> bool;
+    /// The activation that comes first.
+    fn act(&self) -> FusedAct;
     fn forward(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()>;
     fn backward(
         &self,
@@ -250,6 +255,10 @@ pub(crate) fn run(
     let o_expected = Expected { truth: &o_truth, magnitude: &o_magnitude };
     let dx_expected = Expected { truth: &truth.dx, magnitude: &magnitude.dx };
     let dtheta_expected = Expected { truth: &truth.dtheta, magnitude: &magnitude.dtheta };
+    let (o_name, dx_name) = match has_short_forms(encode.act()) {
+        true => ("o of short forms", "dx of short forms"),
+        false => ("o", "dx"),
+    };
     for &isa in isas {
         let call = Call { case, bounds, dtype, isa };
         let result = with_isa(isa, || -> Result<()> {
@@ -262,10 +271,10 @@ pub(crate) fn run(
 
             let mut o = Tensor::unwritten(dtype, &order.shape(o_dims));
             encode.forward(x, angles, order.view_mut(&mut o)?)?;
-            outcomes.compare_values(call, "o", &o, &order.values(&o, o_dims), o_expected);
+            outcomes.compare_values(call, o_name, &o, &order.values(&o, o_dims), o_expected);
 
             // Both gradients, and each by itself.
-            let x_for_dx = Some(x).filter(|_| encode.needs_x() || tokens.with_x);
+            let x_for_dx = Some(x).filter(|_| encode.act() != FusedAct::default() || tokens.with_x);
             for (x, with_dx, with_dtheta) in
                 [(Some(x), true, true), (x_for_dx, true, false), (Some(x), false, true)]
             {
@@ -276,7 +285,7 @@ pub(crate) fn run(
                 encode.backward(x, grad, angles, dx_view, dtheta_view)?;
                 if with_dx {
                     let values = order.values(&dx, dims);
-                    outcomes.compare_values(call, "dx", &dx, &values, dx_expected);
+                    outcomes.compare_values(call, dx_name, &dx, &values, dx_expected);
                 }
                 if with_dtheta {
                     outcomes.compare(call, "dtheta", &dtheta, dtheta_expected);
@@ -285,7 +294,7 @@ pub(crate) fn run(
             Ok(())
         });
         if let Err(error) = result.and_then(|result| result) {
-            outcomes.fault(call, "o", &error.to_string());
+            outcomes.fault(call, o_name, &error.to_string());
         }
     }
 }

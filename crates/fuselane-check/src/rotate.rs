@@ -15,10 +15,13 @@ use crate::{Bound, Case};
 
 /// What is promised of the rotation. The terms of o and dx are both elements of their pair, each
 /// times 1 for the sine or the cosine, after the terms of the activation; those of dtheta are the
-/// products of the coordinate, both gradients and both elements of a pair.
-pub const BOUNDS: [Bound; 3] = [
+/// products of the coordinate, both gradients and both elements of a pair. Activations with short
+/// forms (`encoding::has_short_forms`) have bounds of their own.
+pub const BOUNDS: [Bound; 5] = [
     Bound { output: "o", f32: 7.5, f16: 7.5, bf16: 7.5, f64: 25.0 },
     Bound { output: "dx", f32: 5.5, f16: 5.5, bf16: 5.5, f64: 20.0 },
+    Bound { output: "o of short forms", f32: 7.5, f16: 2500.0, bf16: 9000.0, f64: 25.0 },
+    Bound { output: "dx of short forms", f32: 5.5, f16: 2500.0, bf16: 14000.0, f64: 20.0 },
     Bound { output: "dtheta", f32: 3.5, f16: 3.5, bf16: 3.5, f64: 4.0 },
 ];
 
@@ -125,8 +128,8 @@ impl Encode for Rotate<'_> {
         d
     }
 
-    fn needs_x(&self) -> bool {
-        self.act != FusedAct::default()
+    fn act(&self) -> FusedAct {
+        self.act
     }
 
     fn forward(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()> {

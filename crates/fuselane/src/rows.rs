@@ -11,7 +11,7 @@ use std::ops::Range;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::parallel;
-use crate::simd::MAX_LANES;
+use crate::simd::{MAX_LANES, STREAM_ALIGN};
 use crate::view::{MAX_RANK, View, ViewMut};
 
 /// A named argument.
@@ -275,6 +275,12 @@ impl<'r, T: Element> Grid<'r, T> {
         self.row(i, j).as_chunks().0
     }
 
+    /// Asks for the counterpart of a block of a row in the patch that comes next.
+    #[inline(always)]
+    pub(crate) fn prefetch_block<L: crate::simd::Lanes>(&self, block: &[T; MAX_LANES]) {
+        L::prefetch(block.as_ptr().wrapping_byte_offset(self.ahead));
+    }
+
     /// Asks for the cache lines of a row's counterpart in the patch that comes next.
     #[inline(always)]
     pub(crate) fn prefetch_next<L: crate::simd::Lanes>(&self, i: usize, j: usize) {
@@ -329,6 +335,21 @@ impl<'r, T: Element> GridMut<'r, T> {
     #[inline(always)]
     pub(crate) fn blocks(&mut self, i: usize, j: usize) -> &mut [[T; MAX_LANES]] {
         self.row(i, j).as_chunks_mut().0
+    }
+
+    /// Whether every row is aligned for stores past the caches.
+    #[inline(always)]
+    pub(crate) fn is_aligned(&self) -> bool {
+        let [outer, inner] = self.steps;
+        (self.base as usize | outer as usize | inner as usize).is_multiple_of(STREAM_ALIGN)
+    }
+
+    /// [`GridMut::blocks`] of an aligned grid, which spares loops the look at each block's address.
+    #[inline(always)]
+    pub(crate) fn aligned_blocks(&mut self, i: usize, j: usize) -> &mut [[T; MAX_LANES]] {
+        let blocks = self.blocks(i, j);
+        assert!((blocks.as_ptr() as usize).is_multiple_of(STREAM_ALIGN));
+        blocks
     }
 
     /// The length of each row.
@@ -856,6 +877,12 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize> Part<
         let (base, len) = self.rows.place(o, &patch.first);
         let (base, steps) = (base.cast_const().cast(), [o.steps[0], o.steps[2]]);
         Grid { base, steps, rows: patch.rows, len, ahead, memory: PhantomData }
+    }
+
+    /// The address of the first output's row of some index; of any value where there is none.
+    #[inline(always)]
+    pub(crate) fn output_address(&self, index: [usize; 3]) -> usize {
+        self.rows.outputs.first().map_or(0, |o| self.rows.place(o, &index).0 as usize)
     }
 
     /// The rows of an output that are in a patch, all of which have to be in this part.

@@ -611,6 +611,8 @@ pub(crate) struct Tables<R: Real> {
     heads: usize,
     cos: Scratch<R>,
     sin: Scratch<R>,
+    /// Where the entries begin in the two.
+    starts: [usize; 2],
     /// The frequencies as the sines have them, for all rows of theta.
     frequencies: Scratch<R>,
     /// Cosines and sines of one head, in index order, on their way from an [`AngleTable`].
@@ -641,8 +643,27 @@ impl<R: Real> Tables<R> {
             }
             Source::Table { .. } => gathered = Scratch::new(2 * padded(count)),
         }
-        let [cos, sin] = [(); 2].map(|()| Scratch::new(tokens * heads * width));
-        Self { step, width, heads, cos, sin, frequencies, gathered, last: None }
+        let room = tokens * heads * width + PAGE / size_of::<R>();
+        let [cos, sin] = [(); 2].map(|()| Scratch::new(room));
+        let starts = [0; 2];
+        Self { step, width, heads, cos, sin, starts, frequencies, gathered, last: None }
+    }
+
+    /// Moves the tables to where their rows are not taken for those of an output at `address`: a
+    /// load waits for stores before it whose addresses have the same last 12 bits, and stores past
+    /// the caches take long. Rows of tables and outputs mostly are equally long, so that they keep
+    /// their distance. Results do not depend on it.
+    #[inline(always)]
+    pub(crate) fn keep_off(&mut self, plan: &AnglePlan<'_, R>, address: usize) {
+        // Entries of several axes are taken over from token to token, and stay where they are.
+        if self.last.is_some() && plan.split.axes > 1 {
+            return;
+        }
+        let starts =
+            [start(&self.cos, address + COS_DISTANCE), start(&self.sin, address + SIN_DISTANCE)];
+        if starts != self.starts {
+            (self.starts, self.last) = (starts, None);
+        }
     }
 
     /// Fills in the angles of neighbouring tokens from slot 0 on.
@@ -672,18 +693,34 @@ impl<R: Real> Tables<R> {
         let head = if plan.split.theta_heads == 1 { 0 } else { self.width };
         let steps = [self.heads * self.width, head];
         let first = slot * steps[0];
+        let [cos, sin] = self.starts;
         let len = plan.split.count * self.step;
         // One by one: a closure for both would not be inlined.
-        let cos = Grid::strided(&self.cos[first..], rows, steps, padded(len));
-        let sin = Grid::strided(&self.sin[first..], rows, steps, padded(len));
+        let cos = Grid::strided(&self.cos[cos + first..], rows, steps, padded(len));
+        let sin = Grid::strided(&self.sin[sin + first..], rows, steps, padded(len));
         [cos, sin]
     }
 
-    /// Where the entries of a head begin.
+    /// Where the cosines and sines of a head begin.
     #[inline(always)]
-    fn at(&self, slot: usize, head: usize) -> usize {
-        (slot * self.heads + head) * self.width
+    fn at(&self, slot: usize, head: usize) -> [usize; 2] {
+        let at = (slot * self.heads + head) * self.width;
+        [self.starts[0] + at, self.starts[1] + at]
     }
+}
+
+/// Addresses that differ by a multiple of this are alike to loads that follow stores.
+const PAGE: usize = 4096;
+/// Where cosines and sines begin, from where outputs do, in bytes: behind the rows that are written,
+/// by more than a row, and before those that are still on their way when they come round again.
+const COS_DISTANCE: usize = 768;
+const SIN_DISTANCE: usize = 1024;
+
+/// The first whole block of scratch whose address is like a given one.
+#[inline(always)]
+fn start<R: Real>(scratch: &Scratch<R>, like: usize) -> usize {
+    let bytes = like.wrapping_sub(scratch.as_ptr() as usize) % PAGE;
+    bytes / size_of::<R>() / MAX_LANES * MAX_LANES
 }
 
 /// Brings one number for each angle, in index order, into the order of the tables.
@@ -798,9 +835,10 @@ where
         if last != slot {
             for head in 0..self.heads.len() {
                 let (from, to) = (self.tables.at(last, head), self.tables.at(slot, head));
-                let from = from + range.start..from + range.end;
-                self.tables.cos.copy_within(from.clone(), to + range.start);
-                self.tables.sin.copy_within(from, to + range.start);
+                let ([cos, sin], [to_cos, to_sin]) = (from, to);
+                let (a, b) = (range.start, range.end);
+                self.tables.cos.copy_within(cos + a..cos + b, to_cos + a);
+                self.tables.sin.copy_within(sin + a..sin + b, to_sin + a);
             }
         }
         true
@@ -810,12 +848,12 @@ where
     #[inline(always)]
     fn sin_cos(&mut self, slot: usize, range: Range<usize>, coordinate: L) {
         for head in 0..self.heads.len() {
-            let at = self.tables.at(slot, head);
-            let to = at + range.start..at + range.end;
+            let [cos, sin] = self.tables.at(slot, head);
             let from = (self.heads.start + head) * self.tables.width;
             let theta = &self.tables.frequencies[from + range.start..from + range.end];
-            let cos = self.tables.cos[to.clone()].chunks_exact_mut(L::N);
-            let sin = self.tables.sin[to].chunks_exact_mut(L::N);
+            let cos = &mut self.tables.cos[cos + range.start..cos + range.end];
+            let sin = &mut self.tables.sin[sin + range.start..sin + range.end];
+            let (cos, sin) = (cos.chunks_exact_mut(L::N), sin.chunks_exact_mut(L::N));
             for ((theta, cos), sin) in theta.chunks_exact(L::N).zip(cos).zip(sin) {
                 let (s, c) = coordinate.mul(L::get(theta, 0)).sin_cos();
                 s.set(sin, 0);
@@ -836,7 +874,7 @@ where
     ) {
         let (split, step, width) = (self.plan.split, self.tables.step, self.tables.width);
         for head in 0..self.heads.len() {
-            let to = self.tables.at(slot, head);
+            let [cos_at, sin_at] = self.tables.at(slot, head);
             let (cos, sin) = self.tables.gathered.split_at_mut(padded(split.count));
             let (cos, sin) = (&mut cos[..split.count], &mut sin[..split.count]);
             for (axis, entry) in axes.iter().enumerate() {
@@ -847,11 +885,10 @@ where
                 cos[range.clone()].copy_from_slice(&all_cos[first..first + entry.width]);
                 sin[range].copy_from_slice(&all_sin[first..first + entry.width]);
             }
-            let to = to..to + width;
             let lanes = PhantomData::<L>;
-            let to_cos = &mut self.tables.cos[to.clone()];
+            let to_cos = &mut self.tables.cos[cos_at..cos_at + width];
             L::enter(LayOut { from: cos, to: to_cos, step, negated: false, lanes });
-            let to_sin = &mut self.tables.sin[to];
+            let to_sin = &mut self.tables.sin[sin_at..sin_at + width];
             L::enter(LayOut { from: sin, to: to_sin, step, negated: true, lanes });
         }
     }

@@ -202,11 +202,11 @@ impl Encoding for Waves {
         let whole = S::whole(self.features);
         let [[o_cos, mut cos_end], [o_sin, mut sin_end]] =
             [o_cos.split_at(whole), o_sin.split_at(whole)];
-        // The choice is made outside of the loop where that shows: from tensor to tensor.
-        if stream && !S::REGISTERS {
-            wave_blocks::<L, S, D>(x, [cos, sin], [o_cos, o_sin], true);
+        // The choice is made outside of the loop, which then needs no more registers than there are.
+        if stream && o_cos.is_aligned() && o_sin.is_aligned() {
+            wave_blocks::<L, S, D, true>(x, [cos, sin], [o_cos, o_sin], true);
         } else {
-            wave_blocks::<L, S, D>(x, [cos, sin], [o_cos, o_sin], stream && S::REGISTERS);
+            wave_blocks::<L, S, D, false>(x, [cos, sin], [o_cos, o_sin], stream);
         }
         if whole == self.features {
             return;
@@ -238,10 +238,10 @@ impl Encoding for Waves {
     {
         let whole = S::whole(self.features);
         let [dx, mut dx_end] = dx.split_at(whole);
-        if stream && !D::REGISTERS {
-            sum_blocks::<L, S, D>([g_cos, g_sin], [cos, sin], dx, true);
+        if stream && !D::REGISTERS && dx.is_aligned() {
+            sum_blocks::<L, S, D, true>([g_cos, g_sin], [cos, sin], dx, true);
         } else {
-            sum_blocks::<L, S, D>([g_cos, g_sin], [cos, sin], dx, false);
+            sum_blocks::<L, S, D, false>([g_cos, g_sin], [cos, sin], dx, stream);
         }
         if whole == self.features {
             return;
@@ -283,7 +283,7 @@ impl Encoding for Waves {
 
 /// The whole blocks of x times the cosines, and times the sines.
 #[inline(always)]
-fn wave_blocks<L, S, D>(
+fn wave_blocks<L, S, D, const ALIGNED: bool>(
     x: Grid<'_, S::Number>,
     [cos, sin]: [Grid<'_, L::Real>; 2],
     [mut o_cos, mut o_sin]: [GridMut<'_, D::Number>; 2],
@@ -297,17 +297,25 @@ fn wave_blocks<L, S, D>(
         return;
     }
     let [tokens, heads] = x.rows();
+    // Known before the loops, so that a row has little to find out.
+    let blocks = o_cos.len() / MAX_LANES;
     for i in 0..tokens {
         for j in 0..heads {
-            if !S::REGISTERS {
-                x.prefetch_next::<L>(i, j);
-            }
-            let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
-            let o = o_cos.blocks(i, j).iter_mut().zip(o_sin.blocks(i, j));
-            for ((x, (cos, sin)), (o_cos, o_sin)) in x.blocks(i, j).iter().zip(table).zip(o) {
-                let y = S::read(x, 0);
-                D::write(y.mul(L::get(cos, 0)), o_cos, 0, stream);
-                D::write(y.mul(L::get(sin, 0)), o_sin, 0, stream);
+            let x_blocks = &x.blocks(i, j)[..blocks];
+            let (cos, sin) = (&cos.blocks(i, j)[..blocks], &sin.blocks(i, j)[..blocks]);
+            let (o_cos, o_sin) = if ALIGNED {
+                (o_cos.aligned_blocks(i, j), o_sin.aligned_blocks(i, j))
+            } else {
+                (o_cos.blocks(i, j), o_sin.blocks(i, j))
+            };
+            let (o_cos, o_sin) = (&mut o_cos[..blocks], &mut o_sin[..blocks]);
+            for k in 0..blocks {
+                if !S::REGISTERS {
+                    x.prefetch_block::<L>(&x_blocks[k]);
+                }
+                let y = S::read(&x_blocks[k], 0);
+                D::write(y.mul(L::get(&cos[k], 0)), &mut o_cos[k], 0, stream);
+                D::write(y.mul(L::get(&sin[k], 0)), &mut o_sin[k], 0, stream);
             }
         }
     }
@@ -315,7 +323,7 @@ fn wave_blocks<L, S, D>(
 
 /// The whole blocks of the sum of both gradients, times cosines and times sines.
 #[inline(always)]
-fn sum_blocks<L, S, D>(
+fn sum_blocks<L, S, D, const ALIGNED: bool>(
     [g_cos, g_sin]: [Grid<'_, S::Number>; 2],
     [cos, sin]: [Grid<'_, L::Real>; 2],
     mut dx: GridMut<'_, D::Number>,
@@ -329,16 +337,20 @@ fn sum_blocks<L, S, D>(
         return;
     }
     let [tokens, heads] = g_cos.rows();
+    // Known before the loops, so that a row has little to find out.
+    let blocks = dx.len() / MAX_LANES;
     for i in 0..tokens {
         for j in 0..heads {
-            g_cos.prefetch_next::<L>(i, j);
-            g_sin.prefetch_next::<L>(i, j);
-            let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
-            let grad = g_cos.blocks(i, j).iter().zip(g_sin.blocks(i, j));
-            for (((g_cos, g_sin), (cos, sin)), dx) in grad.zip(table).zip(dx.blocks(i, j)) {
-                let (g_cos, g_sin) = (S::read(g_cos, 0), S::read(g_sin, 0));
-                let sum = g_cos.mul_add(L::get(cos, 0), g_sin.mul(L::get(sin, 0)));
-                D::write(sum, dx, 0, stream);
+            let (a, b) = (&g_cos.blocks(i, j)[..blocks], &g_sin.blocks(i, j)[..blocks]);
+            let (cos, sin) = (&cos.blocks(i, j)[..blocks], &sin.blocks(i, j)[..blocks]);
+            let dx = if ALIGNED { dx.aligned_blocks(i, j) } else { dx.blocks(i, j) };
+            let dx = &mut dx[..blocks];
+            for k in 0..blocks {
+                g_cos.prefetch_block::<L>(&a[k]);
+                g_sin.prefetch_block::<L>(&b[k]);
+                let (a, b) = (S::read(&a[k], 0), S::read(&b[k], 0));
+                let sum = a.mul_add(L::get(&cos[k], 0), b.mul(L::get(&sin[k], 0)));
+                D::write(sum, &mut dx[k], 0, stream);
             }
         }
     }

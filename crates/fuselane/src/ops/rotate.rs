@@ -363,12 +363,11 @@ fn turn_halves<L, S, D, const BACK: bool>(
 {
     let whole = S::whole(pairs);
     let [[o1, mut o1_end], [o2, mut o2_end]] = [o1.split_at(whole), o2.split_at(whole)];
-    // The choice is made outside of the loop where that shows: from tensor to tensor.
-    if stream && !S::REGISTERS && !D::REGISTERS {
-        turn_blocks::<L, S, D, BACK>([x1, x2], [cos, sin], [o1, o2], true);
+    // The choice is made outside of the loop, which then needs no more registers than there are.
+    if stream && !D::REGISTERS && o1.is_aligned() && o2.is_aligned() {
+        turn_blocks::<L, S, D, BACK, true>([x1, x2], [cos, sin], [o1, o2], true);
     } else {
-        let stream = stream && S::REGISTERS;
-        turn_blocks::<L, S, D, BACK>([x1, x2], [cos, sin], [o1, o2], stream);
+        turn_blocks::<L, S, D, BACK, false>([x1, x2], [cos, sin], [o1, o2], stream);
     }
     if whole == pairs {
         return;
@@ -389,7 +388,7 @@ fn turn_halves<L, S, D, const BACK: bool>(
 
 /// The whole blocks of pairs in two pieces.
 #[inline(always)]
-fn turn_blocks<L, S, D, const BACK: bool>(
+fn turn_blocks<L, S, D, const BACK: bool, const ALIGNED: bool>(
     [x1, x2]: [Grid<'_, S::Number>; 2],
     [cos, sin]: [Grid<'_, L::Real>; 2],
     [mut o1, mut o2]: [GridMut<'_, D::Number>; 2],
@@ -403,20 +402,27 @@ fn turn_blocks<L, S, D, const BACK: bool>(
         return;
     }
     let [tokens, heads] = x1.rows();
+    // Known before the loops, so that a row has little to find out.
+    let blocks = o1.len() / MAX_LANES;
     for i in 0..tokens {
         for j in 0..heads {
-            if !S::REGISTERS {
-                x1.prefetch_next::<L>(i, j);
-                x2.prefetch_next::<L>(i, j);
-            }
-            let x = x1.blocks(i, j).iter().zip(x2.blocks(i, j));
-            let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
-            let o = o1.blocks(i, j).iter_mut().zip(o2.blocks(i, j));
-            for (((x1, x2), (cos, sin)), (o1, o2)) in x.zip(table).zip(o) {
-                let angle = (L::get(cos, 0), L::get(sin, 0));
-                let (a, b) = turned::<L, BACK>((S::read(x1, 0), S::read(x2, 0)), angle);
-                D::write(a, o1, 0, stream);
-                D::write(b, o2, 0, stream);
+            let (a, b) = (&x1.blocks(i, j)[..blocks], &x2.blocks(i, j)[..blocks]);
+            let (cos, sin) = (&cos.blocks(i, j)[..blocks], &sin.blocks(i, j)[..blocks]);
+            let (o1, o2) = if ALIGNED {
+                (o1.aligned_blocks(i, j), o2.aligned_blocks(i, j))
+            } else {
+                (o1.blocks(i, j), o2.blocks(i, j))
+            };
+            let (o1, o2) = (&mut o1[..blocks], &mut o2[..blocks]);
+            for k in 0..blocks {
+                if !S::REGISTERS {
+                    x1.prefetch_block::<L>(&a[k]);
+                    x2.prefetch_block::<L>(&b[k]);
+                }
+                let angle = (L::get(&cos[k], 0), L::get(&sin[k], 0));
+                let (a, b) = turned::<L, BACK>((S::read(&a[k], 0), S::read(&b[k], 0)), angle);
+                D::write(a, &mut o1[k], 0, stream);
+                D::write(b, &mut o2[k], 0, stream);
             }
         }
     }

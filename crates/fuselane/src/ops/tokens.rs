@@ -15,16 +15,20 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::dtype::{Element, Real, with_real};
 use crate::error::{Error, Result};
 use crate::ops::act::{Act, specialized};
 use crate::ops::angles::{AnglePlan, Angles, Placement, Tables, padded};
 use crate::ops::softmax;
-use crate::rows::{Grid, GridMut, Named, Operands, Part, Patch, Rows, contiguous_rows, disjoint};
+use crate::rows::{
+    Grid, GridMut, Named, Operands, Part, Patch, Rows, Run, contiguous_rows, disjoint,
+};
 use crate::scratch::Scratch;
 use crate::simd::{
-    Access, Arithmetic, Elements, KernelIn, Lanes, MAX_LANES, Math, Memory, Registers, Task,
+    Access, Arithmetic, Elements, KernelIn, Lanes, MAX_LANES, Math, Memory, Registers, SHORT_LIMIT,
+    Task,
 };
 use crate::view::{View, ViewMut};
 use crate::{Isa, isa};
@@ -192,6 +196,12 @@ impl Pieces {
         [a, b, c]
     }
 
+    /// Whether a row is a single piece of whole blocks.
+    #[inline(always)]
+    fn whole(&self) -> bool {
+        self.count == 1 && self.joined[0].len == self.width
+    }
+
     #[inline(always)]
     fn iter(&self) -> std::slice::Iter<'_, Piece> {
         self.joined[..self.count].iter()
@@ -303,7 +313,7 @@ pub(crate) fn forward<E: Encoding>(
                 output_len: [Some(width)],
                 ..Operands::plain(("x", x), [("x", Some(x))], [("o", Some(o))])
             })?;
-            let columns = plan.column_statistics(E::OPERATOR, isa, &x)?;
+            let columns = plan.column_statistics(E::OPERATOR, isa, Some(&x), false)?;
             let stream = rows.stream();
             rows.for_each_part(plan.group(), |part| {
                 let walk = Walk { plan: &plan, encoding, first: tokens.start };
@@ -387,10 +397,9 @@ pub(crate) fn backward<E: Encoding>(
             };
             let like_part = View::dense_shape(like.1.dtype(), &[len, b, h, d])?;
             let walk = Walk { plan: &plan, encoding, first: cut };
-            let columns = match &x {
-                Some(x) => plan.column_statistics(operator, isa, x)?,
-                None => Scratch::new(0),
-            };
+            // Sums over all tokens, in dtheta, need x' exact.
+            let exact = gradients.dtheta.is_some();
+            let columns = plan.column_statistics(operator, isa, x.as_ref(), exact)?;
             let mut dots = Scratch::<R>::zeros(0);
             if call.act == FusedAct::SoftmaxSequence {
                 let len = b * h * plan.pieces.width;
@@ -517,34 +526,80 @@ impl<'a, R: Arithmetic> Plan<'a, R> {
         (if few { 1 } else { self.batch } * self.heads).max(1)
     }
 
-    /// For a softmax over the sequence: the maximum of each column of x (tokens, batch, heads,
-    /// features) and the reciprocal of its sum of exponentials.
+    /// For a softmax over the sequence: the statistics of each column of x (tokens, batch, heads,
+    /// features).
     fn column_statistics(
         &self,
         operator: &'static str,
         isa: Isa,
-        x: &View<'_>,
-    ) -> Result<Scratch<R>> {
-        if self.act != FusedAct::SoftmaxSequence {
-            return Ok(Scratch::new(0));
-        }
-        let (n, columns) = (x.shape()[0], 2 * self.pieces.width);
-        let mut statistics = Scratch::<R>::zeros(self.batch * self.heads * columns);
-        let x = x.permute(&[1, 2, 0, 3])?;
+        x: Option<&View<'_>>,
+        exact: bool,
+    ) -> Result<Columns<R>> {
+        let form = if exact { Form::Exact } else { Form::Near };
+        let Some(x) = x.filter(|_| self.act == FusedAct::SoftmaxSequence) else {
+            return Ok(Columns { statistics: Scratch::new(0), form });
+        };
+        let (n, d) = (x.shape()[0], x.shape()[3]);
+        // Heads that lie side by side are read together.
+        let dense = x.strides()[2] == d as isize;
+        let heads = if dense { self.column_heads(d) } else { 1 };
+        let len = heads * 2 * self.pieces.width;
+        let mut statistics = Scratch::<R>::zeros(self.batch * self.heads * 2 * self.pieces.width);
+        let far = AtomicBool::new(false);
+        let x = x.permute(&[1, 0, 2, 3])?;
         let rows = Rows::new(operator, Operands::plain(("x", x), [("x", Some(x))], []))?;
-        rows.for_each_group(n, &mut statistics, columns, |part, statistics| {
-            let pieces = &self.pieces;
-            R::run(isa, rows.dtype(), ColumnStatistics { part, pieces, statistics });
+        let rows = if dense { rows.widened(1) } else { rows };
+        let rows = rows.columns(1, (heads * d).max(1));
+        rows.for_each_group(n, &mut statistics, len, |part, statistics| {
+            let (pieces, far) = (&self.pieces, &far);
+            R::run(isa, rows.dtype(), ColumnStatistics { part, pieces, statistics, exact, far });
         });
-        Ok(statistics)
+        let form = if !exact && far.into_inner() { Form::Short } else { form };
+        Ok(Columns { statistics, form })
+    }
+
+    /// How many heads of `d` features are worked on together: as many as leave each thread some
+    /// work and keep the sums in the first-level cache.
+    fn column_heads(&self, d: usize) -> usize {
+        let (tasks, most) = (4 * rayon::current_num_threads(), COLUMNS / d.max(1));
+        let fits = |&heads: &usize| {
+            self.heads % heads == 0 && heads <= most && self.batch * (self.heads / heads) >= tasks
+        };
+        (1..=self.heads).rev().find(fits).unwrap_or(1)
     }
 }
 
+/// The most columns of a softmax over the sequence that are summed at once.
+const COLUMNS: usize = 2048;
+
+/// What a softmax over the sequence keeps of the columns of x: for each batch entry and head the
+/// maxima (or what else is subtracted first), then the reciprocals of the sums of exponentials.
+struct Columns<R: Real> {
+    statistics: Scratch<R>,
+    form: Form,
+}
+
+/// How exact a softmax has to be, in lanes that have short forms; others are always exact.
+#[derive(Clone, Copy, PartialEq)]
+enum Form {
+    Exact,
+    /// As exact as 16 bits need.
+    Short,
+    /// The same, for columns that are all near 0 (see [`NEAR`]), so that nothing is subtracted.
+    Near,
+}
+
+/// The most that elements may be off 0 for their exponentials to be taken as they are: sums of
+/// many, and their inverses, then stay well within f32.
+const NEAR: f32 = 60.0;
+
 impl<R: Real> Plan<'_, R> {
-    /// Scratch for the rows of a patch, if it is needed, and for one row in whole blocks.
+    /// Scratch for the rows of a patch, if it is needed, and for one row in whole blocks, or two
+    /// blocks for each row.
     fn scratch(&self, needed: bool) -> [Scratch<R>; 2] {
         let width = if needed { self.pieces.width } else { 0 };
-        [Scratch::new(self.tile[0] * self.tile[1] * width), Scratch::new(width)]
+        let rows = self.tile[0] * self.tile[1];
+        [Scratch::new(rows * width), Scratch::new(width.max(2 * rows * MAX_LANES))]
     }
 }
 
@@ -607,6 +662,7 @@ impl<E: Encoding, R: Real> Walk<'_, '_, E, R> {
             for h0 in (0..plan.heads).step_by(tile_heads) {
                 let h1 = (h0 + tile_heads).min(plan.heads);
                 if !per_batch && (h0 == 0 || !shared) {
+                    tables.keep_off(angles, part.output_address([t0, 0, h0]));
                     tables.fill::<L>(angles, 0, tokens.clone(), h0..h1);
                 }
                 for batch in 0..plan.batch {
@@ -688,27 +744,184 @@ where
     }
 }
 
-/// x' of a patch, into scratch. `columns` are the statistics of its columns, and `e` is scratch
-/// for one row.
+/// Whether softmaxes are in their short form, which there is for rows of whole blocks.
+#[inline(always)]
+fn is_short<L: Math>(pieces: &Pieces, form: Form) -> bool {
+    L::HAS_SHORT && form != Form::Exact && pieces.whole()
+}
+
+/// x' of a patch, into scratch; tells whether it is approximate. `columns` are the statistics of its
+/// columns, and the form of softmaxes; `e` is scratch for one row, or for a block for each.
 #[inline(always)]
 fn activate<L, T>(
     act: FusedAct,
     pieces: &Pieces,
     x: Grid<'_, T>,
-    columns: &[T::Real],
+    (columns, form): (&[T::Real], Form),
     y: &mut [T::Real],
     e: &mut [T::Real],
-) where
+) -> bool
+where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
 {
-    let y = GridMut::dense(y, x.rows(), pieces.width);
-    let lanes = PhantomData::<L>;
-    match act {
-        FusedAct::Elementwise(act) => L::enter(Values { act, pieces, x, y, lanes }),
-        FusedAct::SoftmaxFeatures => L::enter(RowSoftmax { pieces, x, y, e, lanes }),
-        FusedAct::SoftmaxSequence => L::enter(ColumnSoftmax { pieces, x, columns, y, lanes }),
+    let (lanes, short) = (PhantomData::<L>, is_short::<L>(pieces, form));
+    let mut far_only = false;
+    if short && act == FusedAct::SoftmaxFeatures {
+        let y = GridMut::dense(y, x.rows(), pieces.width);
+        far_only = true;
+        if !L::enter(NearRowSoftmax { x, y, sums: e, lanes }) {
+            return true;
+        }
     }
+    let y = GridMut::dense(y, x.rows(), pieces.width);
+    match act {
+        FusedAct::Elementwise(act) => {
+            L::enter(Values { act, pieces, x, y, lanes });
+            return false;
+        }
+        FusedAct::SoftmaxFeatures => L::enter(RowSoftmax { pieces, x, y, e, far_only, lanes }),
+        FusedAct::SoftmaxSequence if short && form == Form::Near => {
+            L::enter(NearColumnSoftmax { x, columns, y, lanes });
+        }
+        FusedAct::SoftmaxSequence => {
+            L::enter(ColumnSoftmax { pieces, x, columns, y, short, lanes });
+        }
+    }
+    short
+}
+
+/// An elementwise activation that has short forms.
+trait Short {
+    fn value<L: Math, const NEAR: bool>(x: L) -> L;
+    fn slope<L: Math, const NEAR: bool>(x: L) -> L;
+}
+
+struct Sigmoid;
+struct Silu;
+
+impl Short for Sigmoid {
+    #[inline(always)]
+    fn value<L: Math, const NEAR: bool>(x: L) -> L {
+        x.sigmoid_for_store::<NEAR>()
+    }
+    #[inline(always)]
+    fn slope<L: Math, const NEAR: bool>(x: L) -> L {
+        x.sigmoid_and_slope_for_store::<NEAR>().1
+    }
+}
+
+impl Short for Silu {
+    #[inline(always)]
+    fn value<L: Math, const NEAR: bool>(x: L) -> L {
+        x.silu_for_store::<NEAR>()
+    }
+    #[inline(always)]
+    fn slope<L: Math, const NEAR: bool>(x: L) -> L {
+        x.silu_and_slope_for_store::<NEAR>().1
+    }
+}
+
+/// Elements whose rounding on the way out is that of approximate results; see
+/// [`Memory::nearest`].
+struct Rounded<T>(PhantomData<T>);
+
+impl<L: Memory<T>, T: Element<Real = L::Real>> Access<L> for Rounded<T> {
+    const REGISTERS: bool = false;
+    type Number = T;
+    #[inline(always)]
+    fn read(run: &[T], i: usize) -> L {
+        L::read(run, i, Real::of(0.0))
+    }
+    #[inline(always)]
+    fn write(block: L, run: &mut [T], i: usize, stream: bool) {
+        block.nearest().write_exact(run, i, stream);
+    }
+}
+
+/// Elements that go through the short form of an activation on the way in.
+struct Through<T, G, const NEAR: bool>(PhantomData<(T, G)>);
+
+impl<L, T, G, const NEAR: bool> Access<L> for Through<T, G, NEAR>
+where
+    T: Element<Real = L::Real>,
+    G: Short,
+    L: Math + Memory<T>,
+{
+    const REGISTERS: bool = false;
+    type Number = T;
+    #[inline(always)]
+    fn read(run: &[T], i: usize) -> L {
+        G::value::<L, NEAR>(L::read(run, i, Real::of(0.0)))
+    }
+    #[inline(always)]
+    fn write(block: L, run: &mut [T], i: usize, stream: bool) {
+        block.nearest().write_exact(run, i, stream);
+    }
+}
+
+/// `o = encode(act(x))` for a patch, with the short form of the activation.
+#[inline(always)]
+fn through<E, L, T, G>(
+    encoding: E,
+    pieces: &Pieces,
+    tables: &[Grid<'_, L::Real>; 2],
+    x: &Grid<'_, T>,
+    o: GridMut<'_, T>,
+    stream: bool,
+) where
+    E: Encoding,
+    T: Element<Real = L::Real>,
+    G: Short,
+    L: Math + Memory<T>,
+{
+    type Activated<'p, 'o, E, L, T, G, const NEAR: bool> =
+        Encode<'p, 'o, E, L, Through<T, G, NEAR>, Rounded<T>, false>;
+    if L::enter(IsFar { x, limit: SHORT_LIMIT, lanes: PhantomData::<L> }) {
+        L::enter(Activated::<_, L, T, G, false> { encoding, pieces, tables, x, o, stream });
+    } else {
+        L::enter(Activated::<_, L, T, G, true> { encoding, pieces, tables, x, o, stream });
+    }
+}
+
+/// Whether some element of a patch is beyond a limit; see [`Memory::is_far`].
+struct IsFar<'p, L, T: Element> {
+    x: &'p Grid<'p, T>,
+    limit: f32,
+    lanes: PhantomData<L>,
+}
+
+impl<L, T> Task for IsFar<'_, L, T>
+where
+    T: Element<Real = L::Real>,
+    L: Lanes + Memory<T>,
+{
+    type Output = bool;
+    #[inline(always)]
+    fn run(self) -> bool {
+        let [tokens, heads] = self.x.rows();
+        let mut noted = L::splat(Real::of(0.0));
+        for i in 0..tokens {
+            for j in 0..heads {
+                noted = note_row::<L, T>(self.x.row(i, j), noted);
+            }
+        }
+        L::is_far(noted, self.limit)
+    }
+}
+
+/// [`Memory::note`] for a row.
+#[inline(always)]
+fn note_row<L, T>(row: &[T], mut noted: L) -> L
+where
+    T: Element<Real = L::Real>,
+    L: Lanes + Memory<T>,
+{
+    let (blocks, rest) = row.as_chunks::<MAX_LANES>();
+    for block in blocks {
+        noted = L::note(block, 0, noted);
+    }
+    if rest.is_empty() { noted } else { L::note(rest, 0, noted) }
 }
 
 /// An elementwise activation of a patch.
@@ -750,6 +963,8 @@ struct RowSoftmax<'p, 'y, L, T: Element> {
     x: Grid<'p, T>,
     y: GridMut<'y, T::Real>,
     e: &'y mut [T::Real],
+    /// Whether only rows with elements that are not near 0 are wanted.
+    far_only: bool,
     lanes: PhantomData<L>,
 }
 
@@ -766,6 +981,9 @@ where
             for j in 0..heads {
                 self.x.prefetch_next::<L>(i, j);
                 let (x, y) = (self.x.row(i, j), self.y.row(i, j));
+                if self.far_only && is_near_row::<L, T>(x) {
+                    continue;
+                }
                 let inverse = L::splat(softmax::exp_row::<L, T>(x, self.e));
                 let blocks = x.len().next_multiple_of(L::N);
                 let from = self.e[..blocks].chunks_exact(L::N);
@@ -786,12 +1004,105 @@ where
     }
 }
 
+/// Whether a row's softmax needs no maximum.
+#[inline(always)]
+fn is_near_row<L, T>(x: &[T]) -> bool
+where
+    T: Element<Real = L::Real>,
+    L: Lanes + Memory<T>,
+{
+    !L::is_far(note_row::<L, T>(x, L::splat(Real::of(0.0))), NEAR)
+}
+
+/// The softmax of each row of a patch, by the short form and without a maximum. Tells whether some
+/// rows have elements that are not near 0, and are to be done again.
+struct NearRowSoftmax<'p, 'y, L, T: Element> {
+    x: Grid<'p, T>,
+    y: GridMut<'y, T::Real>,
+    /// Room for a block for each row.
+    sums: &'y mut [T::Real],
+    lanes: PhantomData<L>,
+}
+
+impl<L, T> Task for NearRowSoftmax<'_, '_, L, T>
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    type Output = bool;
+    #[inline(always)]
+    fn run(mut self) -> bool {
+        let [tokens, heads] = self.x.rows();
+        let zero = L::splat(Real::of(0.0));
+        let mut noted = zero;
+        for i in 0..tokens {
+            for j in 0..heads {
+                let mut sum = zero;
+                for (x, y) in self.x.blocks(i, j).iter().zip(self.y.blocks(i, j)) {
+                    self.x.prefetch_block::<L>(x);
+                    let e = L::read_whole(x, 0).exp_for_store::<true>();
+                    noted = L::note(x, 0, noted);
+                    e.set(y, 0);
+                    sum = sum.add(e);
+                }
+                sum.set(self.sums, (i * heads + j) * L::N);
+            }
+        }
+        // Apart, so that no row waits for its own sum.
+        for i in 0..tokens {
+            for j in 0..heads {
+                let sum = L::get(self.sums, (i * heads + j) * L::N).reduce_add();
+                let inverse = L::splat(Real::of(1.0 / sum.to_f64()));
+                for y in self.y.blocks(i, j) {
+                    L::get(y, 0).mul(inverse).set(y, 0);
+                }
+            }
+        }
+        L::is_far(noted, NEAR)
+    }
+}
+
+/// A softmax over the sequence by the short form, from the reciprocal sums of the columns, all of
+/// which are near 0.
+struct NearColumnSoftmax<'p, 'y, L, T: Element> {
+    x: Grid<'p, T>,
+    columns: &'p [T::Real],
+    y: GridMut<'y, T::Real>,
+    lanes: PhantomData<L>,
+}
+
+impl<L, T> Task for NearColumnSoftmax<'_, '_, L, T>
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    type Output = ();
+    #[inline(always)]
+    fn run(mut self) {
+        let [tokens, heads] = self.x.rows();
+        let d = self.x.len();
+        for i in 0..tokens {
+            for j in 0..heads {
+                let inverse = &self.columns[(2 * j + 1) * d..][..d];
+                let (x, y) = (self.x.blocks(i, j), self.y.blocks(i, j));
+                let blocks = x.iter().zip(inverse.as_chunks::<MAX_LANES>().0).zip(y);
+                for ((x, inverse), y) in blocks {
+                    self.x.prefetch_block::<L>(x);
+                    let e = L::read_whole(x, 0).exp_for_store::<true>();
+                    e.mul(L::get(inverse, 0)).set(y, 0);
+                }
+            }
+        }
+    }
+}
+
 /// A softmax over the sequence, from the maxima and reciprocal sums of the columns.
 struct ColumnSoftmax<'p, 'y, L, T: Element> {
     pieces: &'p Pieces,
     x: Grid<'p, T>,
     columns: &'p [T::Real],
     y: GridMut<'y, T::Real>,
+    short: bool,
     lanes: PhantomData<L>,
 }
 
@@ -814,7 +1125,14 @@ where
                     let x = piece.of_row(x);
                     for i in (0..x.len()).step_by(L::N) {
                         let at = piece.at + i;
-                        let e = L::read(x, i, Real::of(0.0)).sub(L::get(max, at)).exp();
+                        let max: L = L::get(max, at);
+                        let x = L::read(x, i, Real::of(0.0)).sub(max);
+                        let mut e = x.exp();
+                        if self.short {
+                            // As the sums are: exact for columns that are not near.
+                            let far = L::splat(Real::of(0.0)).lt(max.abs());
+                            e = L::select(far, e, x.exp_for_store::<false>());
+                        }
                         e.mul(L::get(inverse, at)).set(y, at);
                     }
                 }
@@ -865,11 +1183,14 @@ impl Pieces {
     }
 }
 
-/// Maxima and reciprocal sums of all columns of a batch entry and head.
+/// The statistics of some columns, for all heads that they are of; see [`Columns`].
 struct ColumnStatistics<'k, 'r, R> {
     part: Part<'r, 1, 0>,
     pieces: &'k Pieces,
     statistics: &'k mut [R],
+    exact: bool,
+    /// Set where columns are not near.
+    far: &'k AtomicBool,
 }
 
 impl<R: Real> KernelIn<R> for ColumnStatistics<'_, '_, R> {
@@ -881,33 +1202,132 @@ impl<R: Real> KernelIn<R> for ColumnStatistics<'_, '_, R> {
     {
         let n = self.part.range().len();
         let Some(run) = self.part.next_run::<T>(n) else { return };
-        let [x] = &run.inputs;
-        let d = x.len();
-        let (mut max, mut inverse) = (Scratch::<R>::new(d), Scratch::<R>::new(d));
-        let blocks = d.next_multiple_of(L::N);
-        let (max, inverse) = (&mut max[..blocks], &mut inverse[..blocks]);
-        softmax::column_statistics::<L, T>(x, 0..run.rows, false, max, inverse);
-        for i in (0..d).step_by(L::N) {
-            L::get(max, i).write(max, i, false);
-            L::get(inverse, i).write(inverse, i, false);
+        let ([x], rows, width) = (&run.inputs, run.rows, self.pieces.width);
+        let columns = x.len();
+        let heads = self.statistics.chunks_exact_mut(2 * width);
+        let d = columns / heads.len().max(1);
+        let short = L::HAS_SHORT && !self.exact && self.pieces.whole();
+        let mut sums = Scratch::<R>::zeros(columns);
+        if short {
+            let lanes = PhantomData::<L>;
+            let far = L::enter(NearColumnSums { x, rows, sums: &mut sums, lanes });
+            if !far {
+                let one = L::splat(Real::of(1.0));
+                for (head, sums) in heads.zip(sums.chunks_exact(d)) {
+                    for k in (0..d).step_by(L::N) {
+                        one.div(L::get(sums, k)).set(head, width + k);
+                    }
+                }
+                return;
+            }
         }
-        let width = self.pieces.width;
-        let (to_max, to_inverse) = self.statistics[..2 * width].split_at_mut(width);
-        self.pieces.gather::<L>(max, to_max);
-        self.pieces.gather::<L>(inverse, to_inverse);
+        self.far.store(true, Ordering::Relaxed);
+        let blocks = columns.next_multiple_of(L::N);
+        let (mut max, mut inverse) = (Scratch::<R>::new(columns), Scratch::<R>::new(columns));
+        let (max, inverse) = (&mut max[..blocks], &mut inverse[..blocks]);
+        softmax::column_statistics::<L, T>(x, 0..rows, false, max, inverse);
+        for k in (0..columns).step_by(L::N) {
+            if short {
+                // Near columns are what they are among near ones.
+                let (mut largest, zero) = (L::splat(Real::of(0.0)), Real::of(0.0));
+                for r in 0..rows {
+                    largest = largest.max_nan(L::read(x.row(r), k, zero).abs());
+                }
+                let near = largest.le(L::splat(Real::of(f64::from(NEAR))));
+                let one = L::splat(Real::of(1.0));
+                // 0 stands for near: a maximum of 0 is replaced by one that subtracts nothing.
+                let (zero, tiny) =
+                    (L::splat(zero), L::splat(Real::of(f64::from(f32::MIN_POSITIVE))));
+                let found: L = L::get(max, k);
+                let found = L::select(zero.lt(found.abs()), found, tiny);
+                L::select(near, zero, found).set(max, k);
+                let sum = one.div(L::get(&sums, k));
+                L::select(near, sum, L::get(inverse, k)).set(inverse, k);
+            }
+            L::get(max, k).write(max, k, false);
+            L::get(inverse, k).write(inverse, k, false);
+        }
+        for (i, head) in heads.enumerate() {
+            let (to_max, to_inverse) = head.split_at_mut(width);
+            self.pieces.gather::<L>(&max[i * d..(i + 1) * d], to_max);
+            self.pieces.gather::<L>(&inverse[i * d..(i + 1) * d], to_inverse);
+        }
+    }
+}
+
+/// Rows whose exponentials are added to the sums of columns at once.
+const ROWS: usize = 4;
+/// Rows whose exponentials are summed before these sums are added up.
+const CHUNK_ROWS: usize = 64 * ROWS;
+
+/// The sums of the columns' exponentials, by the short form and without a maximum. Tells whether
+/// some elements are not near 0.
+struct NearColumnSums<'k, 'r, L, T: Element> {
+    x: &'k Run<'r, T>,
+    rows: usize,
+    /// Zeros so far.
+    sums: &'k mut [T::Real],
+    lanes: PhantomData<L>,
+}
+
+impl<L, T> Task for NearColumnSums<'_, '_, L, T>
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    type Output = bool;
+    #[inline(always)]
+    fn run(self) -> bool {
+        let Self { x, rows, sums, .. } = self;
+        let mut noted = L::splat(Real::of(0.0));
+        let mut chunk = Scratch::<T::Real>::new(sums.len());
+        let (sums, _) = sums.as_chunks_mut::<MAX_LANES>();
+        let (chunk, _) = chunk.as_chunks_mut::<MAX_LANES>();
+        let ahead = x.ahead();
+        for start in (0..rows).step_by(CHUNK_ROWS) {
+            let end = rows.min(start + CHUNK_ROWS);
+            chunk.as_flattened_mut().fill(Real::of(0.0));
+            let mut r = start;
+            while r + ROWS <= end {
+                let (a, b) = (x.row(r).as_chunks().0, x.row(r + 1).as_chunks().0);
+                let (c, d) = (x.row(r + 2).as_chunks().0, x.row(r + 3).as_chunks().0);
+                let rows = a.iter().zip(b).zip(c.iter().zip(d));
+                for (((a, b), (c, d)), sum) in rows.zip(&mut *chunk) {
+                    let mut e = L::get(sum, 0);
+                    let rows: [&[T; MAX_LANES]; ROWS] = [a, b, c, d];
+                    for x in rows {
+                        L::prefetch(x.as_ptr().wrapping_byte_offset(ahead));
+                        noted = L::note(x, 0, noted);
+                        e = e.add(L::read_whole(x, 0).exp_for_store::<true>());
+                    }
+                    e.set(sum, 0);
+                }
+                r += ROWS;
+            }
+            for r in r..end {
+                for (x, sum) in x.row(r).as_chunks::<MAX_LANES>().0.iter().zip(&mut *chunk) {
+                    noted = L::note(x, 0, noted);
+                    L::get(sum, 0).add(L::read_whole(x, 0).exp_for_store::<true>()).set(sum, 0);
+                }
+            }
+            for (sum, chunk) in sums.iter_mut().zip(&*chunk) {
+                L::get(sum, 0).add(L::get(chunk, 0)).set(sum, 0);
+            }
+        }
+        L::is_far(noted, NEAR)
     }
 }
 
 struct Forward<'k, 'a, 'r, E, R: Real> {
     walk: Walk<'k, 'a, E, R>,
     part: Part<'r, 1, 1>,
-    columns: &'k [R],
+    columns: &'k Columns<R>,
     stream: bool,
 }
 
 struct ForwardPatches<'k, 'a, E, R: Real> {
     walk: Walk<'k, 'a, E, R>,
-    columns: &'k [R],
+    columns: &'k Columns<R>,
     y: Scratch<R>,
     e: Scratch<R>,
     stream: bool,
@@ -945,9 +1365,26 @@ impl<E: Encoding, R: Real> Visitor<R, 1, 1> for ForwardPatches<'_, '_, E, R> {
             L::enter(Plain::<_, L, T> { encoding, pieces, tables, x: &x, o, stream });
             return;
         }
-        let columns = self.walk.columns(self.columns, patch, 2 * pieces.width);
-        activate::<L, T>(plan.act, pieces, x, columns, &mut self.y, &mut self.e);
+        if L::HAS_SHORT {
+            match plan.act {
+                FusedAct::Elementwise(Act::Sigmoid) => {
+                    return through::<_, L, T, Sigmoid>(encoding, pieces, tables, &x, o, stream);
+                }
+                FusedAct::Elementwise(Act::Silu) => {
+                    return through::<_, L, T, Silu>(encoding, pieces, tables, &x, o, stream);
+                }
+                _ => {}
+            }
+        }
+        let columns = self.walk.columns(&self.columns.statistics, patch, 2 * pieces.width);
+        let columns = (columns, self.columns.form);
+        let short = activate::<L, T>(plan.act, pieces, x, columns, &mut self.y, &mut self.e);
         let x = &Grid::dense(&self.y, patch.rows, pieces.width);
+        if short {
+            type Short<'p, 'o, E, L, T> = Encode<'p, 'o, E, L, Registers, Rounded<T>, false>;
+            L::enter(Short::<_, L, T> { encoding, pieces, tables, x, o, stream });
+            return;
+        }
         type Activated<'p, 'o, E, L, T> = Encode<'p, 'o, E, L, Registers, Elements<T>, false>;
         L::enter(Activated::<_, L, T> { encoding, pieces, tables, x, o, stream });
     }
@@ -957,13 +1394,13 @@ impl<E: Encoding, R: Real> Visitor<R, 1, 1> for ForwardPatches<'_, '_, E, R> {
 struct Dots<'k, 'a, 'r, E, R: Real> {
     walk: Walk<'k, 'a, E, R>,
     part: Part<'r, 2, 0>,
-    columns: &'k [R],
+    columns: &'k Columns<R>,
     sums: &'k mut [R],
 }
 
 struct DotPatches<'k, 'a, E, R: Real> {
     walk: Walk<'k, 'a, E, R>,
-    columns: &'k [R],
+    columns: &'k Columns<R>,
     sums: &'k mut [R],
     y: Scratch<R>,
     g: Scratch<R>,
@@ -995,7 +1432,8 @@ impl<E: Encoding, R: Real> Visitor<R, 2, 0> for DotPatches<'_, '_, E, R> {
         let (x, grad) = (part.input::<T>(0, patch), part.input::<T>(1, patch));
         let Walk { plan, encoding, .. } = self.walk;
         let (pieces, width, stream) = (&plan.pieces, plan.pieces.width, false);
-        let columns = self.walk.columns(self.columns, patch, 2 * width);
+        let columns = self.walk.columns(&self.columns.statistics, patch, 2 * width);
+        let columns = (columns, self.columns.form);
         activate::<L, T>(plan.act, pieces, x, columns, &mut self.y, &mut self.e);
         let o = GridMut::dense(&mut self.g, patch.rows, width);
         type Back<'p, 'o, E, L, T> = Encode<'p, 'o, E, L, Elements<T>, Registers, true>;
@@ -1015,7 +1453,7 @@ impl<E: Encoding, R: Real> Visitor<R, 2, 0> for DotPatches<'_, '_, E, R> {
 struct Backward<'k, 'a, 'r, E, R: Real> {
     walk: Walk<'k, 'a, E, R>,
     part: Part<'r, 2, 1>,
-    columns: &'k [R],
+    columns: &'k Columns<R>,
     dots: &'k [R],
     /// Sums of the angles' gradients, if asked for.
     sums: Option<&'k mut [R]>,
@@ -1024,7 +1462,7 @@ struct Backward<'k, 'a, 'r, E, R: Real> {
 
 struct BackwardPatches<'k, 'a, E, R: Real> {
     walk: Walk<'k, 'a, E, R>,
-    columns: &'k [R],
+    columns: &'k Columns<R>,
     dots: &'k [R],
     sums: Option<&'k mut [R]>,
     /// Gradients of a tile's angles, summed over the batch: by slot and head.
@@ -1073,12 +1511,18 @@ impl<E: Encoding, R: Real> Visitor<R, 2, 1> for BackwardPatches<'_, '_, E, R> {
         let o = GridMut::dense(&mut self.g, patch.rows, width);
         type Back<'p, 'o, E, L, T> = Encode<'p, 'o, E, L, Elements<T>, Registers, true>;
         L::enter(Back::<_, L, T> { encoding, pieces, tables, x: &grad, o, stream: false });
+        let statistics = &self.columns.statistics;
+        let columns = (self.walk.columns(statistics, patch, 2 * width), self.columns.form);
+        let g = Grid::dense(&self.g, patch.rows, width);
+        if plan.act == FusedAct::SoftmaxFeatures && is_short::<L>(pieces, self.columns.form) {
+            let (y, sums) = (&mut self.y, &mut self.e);
+            pull_back_rows::<L, T>(pieces, x, g, y, sums, dx, stream);
+            return;
+        }
         if self.sums.is_some() || !matches!(plan.act, FusedAct::Elementwise(_)) {
-            let columns = self.walk.columns(self.columns, patch, 2 * width);
             activate::<L, T>(plan.act, pieces, x, columns, &mut self.y, &mut self.e);
         }
         let y = Grid::dense(&self.y, patch.rows, width);
-        let g = Grid::dense(&self.g, patch.rows, width);
         if self.sums.is_some() {
             let at = place.slot * plan.tile[1] * plan.angle_sums;
             let (sums, len) = (&mut self.angles[at..], plan.angle_sums);
@@ -1088,6 +1532,12 @@ impl<E: Encoding, R: Real> Visitor<R, 2, 1> for BackwardPatches<'_, '_, E, R> {
             return;
         }
         match plan.act {
+            FusedAct::Elementwise(Act::Sigmoid) if L::HAS_SHORT => {
+                pull_back_short::<L, T, Sigmoid>(pieces, x, g, dx, stream);
+            }
+            FusedAct::Elementwise(Act::Silu) if L::HAS_SHORT => {
+                pull_back_short::<L, T, Silu>(pieces, x, g, dx, stream);
+            }
             FusedAct::Elementwise(act) => {
                 L::enter(PullBack { act, pieces, x, g, dx, stream, lanes });
             }
@@ -1194,6 +1644,194 @@ where
     }
 }
 
+/// `dx = dx' * f'(x)` for a patch, with the short form of the slope.
+#[inline(always)]
+fn pull_back_short<L, T, G>(
+    pieces: &Pieces,
+    x: Grid<'_, T>,
+    g: Grid<'_, T::Real>,
+    mut dx: GridMut<'_, T>,
+    stream: bool,
+) where
+    T: Element,
+    G: Short,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    let lanes = PhantomData::<(L, G)>;
+    // The choice is made outside of the loop, which then needs no more registers than there are.
+    let far = if stream && pieces.whole() && dx.is_aligned() {
+        L::enter(PullBackShort::<_, _, _, true, true> { pieces, x, g, dx: &mut dx, lanes })
+    } else {
+        L::enter(PullBackShort::<_, _, _, true, false> { pieces, x, g, dx: &mut dx, lanes })
+    };
+    if far {
+        L::enter(PullBackShort::<_, _, _, false, false> { pieces, x, g, dx: &mut dx, lanes });
+    }
+}
+
+/// [`pull_back_short`]; tells whether there are arguments that are not near, and only right without
+/// them if `NEAR`. With `STREAM`, rows are whole and aligned.
+struct PullBackShort<'p, 'o, L, G, T: Element, const NEAR: bool, const STREAM: bool> {
+    pieces: &'p Pieces,
+    x: Grid<'p, T>,
+    g: Grid<'p, T::Real>,
+    dx: &'p mut GridMut<'o, T>,
+    lanes: PhantomData<(L, G)>,
+}
+
+impl<L, G, T, const NEAR: bool, const STREAM: bool> Task
+    for PullBackShort<'_, '_, L, G, T, NEAR, STREAM>
+where
+    T: Element,
+    G: Short,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    type Output = bool;
+    #[inline(always)]
+    fn run(self) -> bool {
+        let [tokens, heads] = self.x.rows();
+        let zero = Real::of(0.0);
+        let mut noted = L::splat(zero);
+        for i in 0..tokens {
+            for j in 0..heads {
+                if STREAM {
+                    let blocks = self.x.blocks(i, j).iter().zip(self.g.blocks(i, j));
+                    for ((x, g), dx) in blocks.zip(self.dx.aligned_blocks(i, j)) {
+                        self.x.prefetch_block::<L>(x);
+                        noted = L::note(x, 0, noted);
+                        let slope = G::slope::<L, NEAR>(L::read_whole(x, 0));
+                        L::get(g, 0).mul(slope).nearest().write_exact_whole(dx, 0, true);
+                    }
+                    continue;
+                }
+                let (x, g, dx) = (self.x.row(i, j), self.g.row(i, j), self.dx.row(i, j));
+                for piece in self.pieces.iter() {
+                    let (x, x_end) = piece.of_row(x).as_chunks::<MAX_LANES>();
+                    let dx = &mut dx[piece.first..piece.first + piece.len];
+                    let (dx, dx_end) = dx.as_chunks_mut::<MAX_LANES>();
+                    let g = g[piece.at..].as_chunks::<MAX_LANES>().0;
+                    for ((x, g), dx) in x.iter().zip(g).zip(dx) {
+                        self.x.prefetch_block::<L>(x);
+                        noted = L::note(x, 0, noted);
+                        let slope = G::slope::<L, NEAR>(L::read_whole(x, 0));
+                        L::get(g, 0).mul(slope).nearest().write_exact_whole(dx, 0, false);
+                    }
+                    if !x_end.is_empty() {
+                        let slope = G::slope::<L, false>(L::read(x_end, 0, zero));
+                        let g = L::get(&g[x.len()], 0);
+                        g.mul(slope).nearest().write_exact(dx_end, 0, false);
+                    }
+                }
+            }
+        }
+        L::is_far(noted, SHORT_LIMIT)
+    }
+}
+
+/// `dx = x' * (dx' - sum of x' * dx')` for a patch, for softmaxes of rows in their short form.
+/// `y` is scratch for all rows, `sums` has room for two blocks for each.
+#[inline(always)]
+fn pull_back_rows<L, T>(
+    pieces: &Pieces,
+    x: Grid<'_, T>,
+    g: Grid<'_, T::Real>,
+    y: &mut [T::Real],
+    sums: &mut [T::Real],
+    mut dx: GridMut<'_, T>,
+    stream: bool,
+) where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+{
+    let lanes = PhantomData::<L>;
+    let rows = x.rows();
+    let to = GridMut::dense(y, rows, pieces.width);
+    let far = if stream && dx.is_aligned() {
+        L::enter(PullBackNearRows::<_, _, true> { x, g, y: to, sums, dx: &mut dx, lanes })
+    } else {
+        L::enter(PullBackNearRows::<_, _, false> { x, g, y: to, sums, dx: &mut dx, lanes })
+    };
+    if !far {
+        return;
+    }
+    for i in 0..rows[0] {
+        for j in 0..rows[1] {
+            let x = x.row(i, j);
+            if is_near_row::<L, T>(x) {
+                continue;
+            }
+            let (g, dx) = (g.row(i, j), dx.row(i, j));
+            let inverse = L::splat(softmax::exp_row::<L, T>(x, y));
+            for k in (0..x.len()).step_by(L::N) {
+                L::get(y, k).mul(inverse).set(y, k);
+            }
+            let dot = L::splat(pieces.dot::<L>(&y[..x.len()], g));
+            for k in (0..x.len()).step_by(L::N) {
+                L::get(y, k).mul(L::get(g, k).sub(dot)).write(dx, k, stream);
+            }
+        }
+    }
+}
+
+/// [`pull_back_rows`] where all elements are near 0; tells whether some are not. With `STREAM`, rows
+/// are aligned.
+struct PullBackNearRows<'p, 'o, 'y, L, T: Element, const STREAM: bool> {
+    x: Grid<'p, T>,
+    g: Grid<'p, T::Real>,
+    y: GridMut<'y, T::Real>,
+    sums: &'y mut [T::Real],
+    dx: &'p mut GridMut<'o, T>,
+    lanes: PhantomData<L>,
+}
+
+impl<L, T, const STREAM: bool> Task for PullBackNearRows<'_, '_, '_, L, T, STREAM>
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    type Output = bool;
+    #[inline(always)]
+    fn run(mut self) -> bool {
+        let [tokens, heads] = self.x.rows();
+        let zero = L::splat(Real::of(0.0));
+        let mut noted = zero;
+        for i in 0..tokens {
+            for j in 0..heads {
+                let (mut sum, mut dot) = (zero, zero);
+                let blocks = self.x.blocks(i, j).iter().zip(self.g.blocks(i, j));
+                for ((x, g), y) in blocks.zip(self.y.blocks(i, j)) {
+                    self.x.prefetch_block::<L>(x);
+                    let e = L::read_whole(x, 0).exp_for_store::<true>();
+                    noted = L::note(x, 0, noted);
+                    e.set(y, 0);
+                    sum = sum.add(e);
+                    dot = e.mul_add(L::get(g, 0), dot);
+                }
+                let at = 2 * (i * heads + j) * L::N;
+                sum.set(self.sums, at);
+                dot.set(self.sums, at + L::N);
+            }
+        }
+        // Apart, so that no row waits for its own sums.
+        for i in 0..tokens {
+            for j in 0..heads {
+                let at = 2 * (i * heads + j) * L::N;
+                let inverse = 1.0 / L::get(self.sums, at).reduce_add().to_f64();
+                let dot = L::get(self.sums, at + L::N).reduce_add().to_f64() * inverse;
+                let (inverse, dot) = (L::splat(Real::of(inverse)), L::splat(Real::of(dot)));
+                let (y, g) = (self.y.blocks(i, j), self.g.blocks(i, j));
+                let dx = if STREAM { self.dx.aligned_blocks(i, j) } else { self.dx.blocks(i, j) };
+                for ((y, g), dx) in y.iter().zip(g).zip(dx) {
+                    let difference = L::get(g, 0).sub(dot);
+                    let block = L::get(y, 0).mul(inverse).mul(difference).nearest();
+                    block.write_exact_whole(dx, 0, STREAM);
+                }
+            }
+        }
+        L::is_far(noted, NEAR)
+    }
+}
+
 /// `dx = x' * (dx' - sum of x' * dx')` for a patch; with the sums of `columns`, if there are some,
 /// else with those of rows.
 struct PullBackSoftmax<'p, 'o, L: Lanes, T: Element> {
@@ -1215,6 +1853,22 @@ where
     fn run(mut self) {
         let [tokens, heads] = self.y.rows();
         let width = self.pieces.width;
+        // Loops that only stream, where they can: see [`GridMut::aligned_blocks`].
+        let aligned = self.stream && self.pieces.whole() && self.dx.is_aligned();
+        if L::N == MAX_LANES && aligned && !self.columns.is_empty() {
+            let (dots, _) = self.columns.as_chunks::<MAX_LANES>();
+            for i in 0..tokens {
+                for j in 0..heads {
+                    let dots = &dots[j * width / MAX_LANES..][..width / MAX_LANES];
+                    let blocks = self.y.blocks(i, j).iter().zip(self.g.blocks(i, j)).zip(dots);
+                    for (((y, g), dot), dx) in blocks.zip(self.dx.aligned_blocks(i, j)) {
+                        let difference = L::get(g, 0).sub(L::get(dot, 0));
+                        L::get(y, 0).mul(difference).write_whole(dx, 0, true);
+                    }
+                }
+            }
+            return;
+        }
         for i in 0..tokens {
             for j in 0..heads {
                 let (y, g, dx) = (self.y.row(i, j), self.g.row(i, j), self.dx.row(i, j));
