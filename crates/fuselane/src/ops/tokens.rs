@@ -383,7 +383,16 @@ pub(crate) fn backward<E: Encoding>(
             return Ok(());
         }
         let mut angle_sums = Scratch::<R>::zeros(split.theta_heads * split.count);
-        for tokens in plan.sequences() {
+        // Sums over all tokens, in dtheta, need a softmax to be exact; dx is to be what it is
+        // without dtheta. So the two go apart.
+        let softmax = !matches!(call.act, FusedAct::Elementwise(_));
+        let apart = softmax && gradients.dx.is_some() && gradients.dtheta.is_some();
+        let rounds: &[_] = if apart { &[(true, false), (false, true)] } else { &[(true, true)] };
+        let rounds = plan.sequences().into_iter().flat_map(|tokens| {
+            rounds.iter().map(move |&(for_x, for_theta)| (tokens.clone(), for_x, for_theta))
+        });
+        for (tokens, for_x, for_theta) in rounds {
+            let for_theta = for_theta && gradients.dtheta.is_some();
             let cut = tokens.start;
             let len = tokens.len();
             let grad = grad.permute(&order)?.narrow(0, cut, len)?;
@@ -392,14 +401,12 @@ pub(crate) fn backward<E: Encoding>(
                 None => None,
             };
             let dx = match &mut gradients.dx {
-                Some(dx) => Some(dx.reborrow().permute(&order)?.narrow(0, cut, len)?),
-                None => None,
+                Some(dx) if for_x => Some(dx.reborrow().permute(&order)?.narrow(0, cut, len)?),
+                _ => None,
             };
             let like_part = View::dense_shape(like.1.dtype(), &[len, b, h, d])?;
             let walk = Walk { plan: &plan, encoding, first: cut };
-            // Sums over all tokens, in dtheta, need x' exact.
-            let exact = gradients.dtheta.is_some();
-            let columns = plan.column_statistics(operator, isa, x.as_ref(), exact)?;
+            let columns = plan.column_statistics(operator, isa, x.as_ref(), for_theta)?;
             let mut dots = Scratch::<R>::zeros(0);
             if call.act == FusedAct::SoftmaxSequence {
                 let len = b * h * plan.pieces.width;
@@ -423,7 +430,7 @@ pub(crate) fn backward<E: Encoding>(
             })?;
             let stream = rows.stream();
             let (columns, dots) = (&columns, &dots);
-            if gradients.dtheta.is_some() {
+            if for_theta {
                 let total = &mut angle_sums[..split.theta_heads * split.count];
                 rows.sum_over_parts(b * h, total, |part, sums| {
                     let sums = Some(sums);
