@@ -262,6 +262,10 @@ impl Prepared {
         let linear = self.job.operator.fused_act() == Some(Act::None.into());
         let point = (!linear).then_some(x);
         match self.job.operator {
+            Operator::Act { act: Act::Sigmoid } => {
+                let o = kept.o.as_ref().ok_or_else(missing)?.view();
+                Act::Sigmoid.backward_from_output_into(o, grad, dx)?;
+            }
             Operator::Act { act } => act.backward_into(x, grad, dx)?,
             Operator::Softmax { dim } => {
                 let o = kept.o.as_ref().ok_or_else(missing)?.view();

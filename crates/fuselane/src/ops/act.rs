@@ -161,7 +161,7 @@ impl Act {
         let rows = Rows::new("act", operands)?.merged(true).tiled(TILE);
         let (isa, stream) = (isa(), rows.stream());
         rows.for_each_part(1, |part| {
-            simd::run(isa, rows.dtype(), Backward { act: self, part, stream });
+            simd::run(isa, rows.dtype(), Backward::<false> { act: self, part, stream });
         });
         Ok(())
     }
@@ -170,6 +170,52 @@ impl Act {
     pub fn backward(self, x: View<'_>, grad: View<'_>) -> Result<Buffer> {
         let mut dx = Buffer::unfilled(x.dtype(), x.shape())?;
         self.backward_into(x, grad, dx.view_mut())?;
+        Ok(dx)
+    }
+
+    /// Whether [`Act::backward_from_output_into`] can do without x.
+    pub const fn has_slope_from_output(self) -> bool {
+        matches!(self, Self::None | Self::Relu | Self::Sigmoid | Self::Tanh)
+    }
+
+    /// Writes `dx` from the output `o` of the forward, where that was kept and x was not: for none,
+    /// relu, sigmoid (o (1 - o)) and tanh (1 - o²). It needs no exponential, so it is the faster
+    /// form; but where o is close to 1, its rounding is most of what is left of the slope. That is
+    /// what PyTorch does for sigmoid and tanh.
+    ///
+    /// ```
+    /// use fuselane::{Act, View, ViewMut};
+    /// let (o, grad, mut dx) = ([0.5f32, 0.75], [4.0f32, 4.0], [0.0f32; 2]);
+    /// let [o, grad] = [View::new(&o, &[2])?, View::new(&grad, &[2])?];
+    /// Act::Sigmoid.backward_from_output_into(o, grad, ViewMut::new(&mut dx, &[2])?)?;
+    /// assert_eq!(dx, [1.0, 0.75]);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn backward_from_output_into(
+        self,
+        o: View<'_>,
+        grad: View<'_>,
+        dx: ViewMut<'_>,
+    ) -> Result<()> {
+        if !self.has_slope_from_output() {
+            let expected = "none, relu, sigmoid or tanh (others need x, see backward_into)";
+            return Err(Error::new("act", "name", format!("is {self}"), expected));
+        }
+        let ([o, grad], dx, _) = contiguous_last([o, grad], dx)?;
+        let inputs = [("o", Some(o)), ("grad", Some(grad))];
+        let operands = Operands::plain(("o", o), inputs, [("dx", Some(dx))]);
+        let rows = Rows::new("act", operands)?.merged(true).tiled(TILE);
+        let (isa, stream) = (isa(), rows.stream());
+        rows.for_each_part(1, |part| {
+            simd::run(isa, rows.dtype(), Backward::<true> { act: self, part, stream });
+        });
+        Ok(())
+    }
+
+    /// `dx` of [`Act::backward_from_output_into`] in a buffer from the pool.
+    pub fn backward_from_output(self, o: View<'_>, grad: View<'_>) -> Result<Buffer> {
+        let mut dx = Buffer::unfilled(o.dtype(), o.shape())?;
+        self.backward_from_output_into(o, grad, dx.view_mut())?;
         Ok(dx)
     }
 
@@ -239,6 +285,17 @@ impl Act {
                 let positive = L::splat(Real::of(0.0)).max(x);
                 positive.mul(positive)
             }
+        }
+    }
+
+    /// grad * f'(x), from o = f(x).
+    #[inline(always)]
+    fn pull_back_from_output<L: Math>(self, o: L, grad: L) -> L {
+        match self {
+            Self::Relu => self.pull_back(o, grad),
+            Self::Sigmoid => grad.mul(o.neg_mul_add(o, o)),
+            Self::Tanh => grad.mul(o.neg_mul_add(o, L::splat(Real::of(1.0)))),
+            _ => grad,
         }
     }
 
@@ -435,13 +492,14 @@ impl Kernel for InPlace<'_> {
     }
 }
 
-struct Backward<'r> {
+/// The gradient from x or, with `FROM_OUTPUT`, from f(x) in its place.
+struct Backward<'r, const FROM_OUTPUT: bool> {
     act: Act,
     part: Part<'r, 2, 1>,
     stream: bool,
 }
 
-impl Kernel for Backward<'_> {
+impl<const FROM_OUTPUT: bool> Kernel for Backward<'_, FROM_OUTPUT> {
     #[inline(always)]
     fn run<L, T>(mut self)
     where
@@ -451,6 +509,7 @@ impl Kernel for Backward<'_> {
         let (act, stream, zero) = (self.act, self.stream, Real::of(0.0));
         specialized!(act => while let Some(row) = self.part.next::<T>() {
             let ([x, grad], [dx]) = (row.inputs, row.outputs);
+            let short = !FROM_OUTPUT && act.has_short_form();
             let mut noted = L::splat(zero);
             let (xs, grads) = (x.as_chunks::<STEP>().0, grad.as_chunks::<STEP>().0);
             let dxs = dx.as_chunks_mut::<STEP>().0;
@@ -459,20 +518,28 @@ impl Kernel for Backward<'_> {
                 prefetch_next::<L, T>(xs, x.len());
                 prefetch_next::<L, T>(grads, x.len());
                 for i in (0..STEP).step_by(L::N) {
-                    if act.has_short_form() {
+                    let (x, grad): (L, L) = (L::read_whole(xs, i), L::read_whole(grads, i));
+                    if short {
                         noted = <L as Memory<T>>::note(xs, i, noted);
                     }
-                    let (x, grad): (L, L) = (L::read_whole(xs, i), L::read_whole(grads, i));
-                    let value = act.stored_pull_back::<L, true>(x, grad);
-                    act.rounded::<L, T>(value).write_exact_whole(dxs, i, stream);
+                    if FROM_OUTPUT {
+                        act.pull_back_from_output(x, grad).write_whole(dxs, i, stream);
+                    } else {
+                        let value = act.stored_pull_back::<L, true>(x, grad);
+                        act.rounded::<L, T>(value).write_exact_whole(dxs, i, stream);
+                    }
                 }
             });
-            let again = act.has_short_form() && <L as Memory<T>>::is_far(noted, SHORT_LIMIT);
+            let again = short && <L as Memory<T>>::is_far(noted, SHORT_LIMIT);
             let rest = if again { 0 } else { x.len() / STEP * STEP };
             for i in (rest..x.len()).step_by(L::N) {
                 let (x, grad): (L, L) = (L::read(x, i, zero), L::read(grad, i, zero));
-                let value = act.stored_pull_back::<L, false>(x, grad);
-                act.rounded::<L, T>(value).write_exact(dx, i, stream);
+                if FROM_OUTPUT {
+                    act.pull_back_from_output(x, grad).write(dx, i, stream);
+                } else {
+                    let value = act.stored_pull_back::<L, false>(x, grad);
+                    act.rounded::<L, T>(value).write_exact(dx, i, stream);
+                }
             }
         });
     }
@@ -514,6 +581,39 @@ mod tests {
         close(at(Act::GeluTanh)?, [-0.045402, -0.154286, 0.0, 0.345714, 1.954598]);
         close(at(Act::Softplus)?, [0.126928, 0.474077, std::f64::consts::LN_2, 0.974077, 2.126928]);
         close(at(Act::ReluSquared)?, [0.0, 0.0, 0.0, 0.25, 4.0]);
+        Ok(())
+    }
+
+    /// Every output that a 16-bit type has, on every instruction set, against the formula.
+    #[test]
+    fn gradients_from_outputs() -> Result<()> {
+        use crate::reference::ulp;
+        use crate::{DType, Isa, with_isa};
+        use half::bf16;
+        let o: Vec<bf16> = (0..=u16::MAX).map(bf16::from_bits).collect();
+        let o: Vec<bf16> = o.into_iter().filter(|o| o.to_f32().abs() <= 1.0).collect();
+        let grad: Vec<bf16> =
+            (0..o.len()).map(|i| bf16::from_f32(i as f32 / 999.0 - 17.0)).collect();
+        let (o_view, grad_view) = (View::new(&o, &[o.len()])?, View::new(&grad, &[o.len()])?);
+        type Slope = fn(f64) -> f64;
+        let slopes: [(Act, Slope); 4] = [
+            (Act::None, |_| 1.0),
+            (Act::Relu, |o| f64::from(u8::from(o > 0.0))),
+            (Act::Sigmoid, |o| o * (1.0 - o)),
+            (Act::Tanh, |o| 1.0 - o * o),
+        ];
+        for isa in Isa::available() {
+            for (act, slope) in slopes {
+                let dx = with_isa(isa, || act.backward_from_output(o_view, grad_view))??;
+                for ((dx, o), grad) in dx.as_slice::<bf16>()?.iter().zip(&o).zip(&grad) {
+                    let want = f64::from(grad.to_f32()) * slope(f64::from(o.to_f32()));
+                    let error = ulp::error(DType::BF16, f64::from(dx.to_f32()), want);
+                    assert!(error <= 0.501, "{act} {isa}: {dx} {want} {error}");
+                }
+            }
+        }
+        let error = Act::Silu.backward_from_output(o_view, grad_view).unwrap_err();
+        assert!(error.to_string().contains("relu, sigmoid or tanh"));
         Ok(())
     }
 
