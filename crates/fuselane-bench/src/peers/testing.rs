@@ -297,8 +297,9 @@ mod tests {
 
     #[test]
     fn fuselane_is_right() {
-        // Gradients of a softmax are differences of larger terms, which f32 shows.
-        let bound = |dtype| if dtype == DType::F32 { 16.0 } else { 2.0 };
+        // Gradients of a softmax are differences of larger terms, which f32 shows. Those of a
+        // sigmoid start from its rounded output, which 16 bits show.
+        let bound = |dtype| if dtype == DType::F32 { 16.0 } else { 4.0 };
         for table in [false, true] {
             let library = Fuselane { table };
             check(&library, |operator| library.applies(operator), bound, |_, _| false);

@@ -570,7 +570,9 @@ impl<'a, R: Arithmetic> Plan<'a, R> {
     fn column_heads(&self, d: usize) -> usize {
         let (tasks, most) = (4 * rayon::current_num_threads(), COLUMNS / d.max(1));
         let fits = |&heads: &usize| {
-            self.heads % heads == 0 && heads <= most && self.batch * (self.heads / heads) >= tasks
+            self.heads.is_multiple_of(heads)
+                && heads <= most
+                && self.batch * (self.heads / heads) >= tasks
         };
         (1..=self.heads).rev().find(fits).unwrap_or(1)
     }
