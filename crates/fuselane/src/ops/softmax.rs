@@ -84,7 +84,7 @@ const TILE_ROW: usize = 512;
 const LINE: usize = 64;
 /// The most that elements may be off 0 for their exponentials to be taken as they are: sums of
 /// many, and their inverses, then stay well within f32.
-const NEAR: f32 = 60.0;
+pub(crate) const NEAR: f32 = 60.0;
 /// How far a column may exceed the maximum its sum was started with before that is replaced.
 const MARGIN: f64 = 8.0;
 
@@ -382,7 +382,7 @@ macro_rules! blocks {
 const STEP: usize = 4 * MAX_LANES;
 
 /// Runs `$body` for each block of the first `$len` elements of some slices, which within it are
-/// parts of themselves: steps of [`STEP`] elements, in loops that calls nothing; then the rest.
+/// parts of themselves: steps of [`STEP`] elements, in a loop that calls nothing; then the rest.
 macro_rules! steps {
     ($L:ident in $len:expr, [$($a:ident),*], [$($m:ident),*], ($i:ident, $WHOLE:ident) => $body:block) => {{
         let len: usize = $len;
@@ -436,7 +436,6 @@ where
 /// room for. The softmax is their product, for every row: one with a NaN or a plus infinity has 1 /
 /// sum = NaN, and one of nothing but minus infinity has zeros and 1 / sum = infinity.
 #[inline(always)]
-#[allow(dead_code, reason = "for the rotate and cosine operators")]
 pub(crate) fn exp_row<L, T>(x: &[T], scratch: &mut [T::Real]) -> T::Real
 where
     T: Element,
@@ -941,7 +940,6 @@ where
 /// As in [`exp_row`], `inverse` is NaN for a column with a NaN or a plus infinity, whatever `max` is
 /// then; and infinity for one of nothing but minus infinity, or 0 if `zero_masked`.
 #[inline(always)]
-#[allow(dead_code, reason = "for the rotate and cosine operators")]
 pub(crate) fn column_statistics<L, T>(
     x: &Run<'_, T>,
     rows: Range<usize>,

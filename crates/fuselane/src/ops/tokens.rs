@@ -21,7 +21,7 @@ use crate::dtype::{Element, Real, with_real};
 use crate::error::{Error, Result};
 use crate::ops::act::{Act, specialized};
 use crate::ops::angles::{AnglePlan, Angles, Placement, Tables, padded};
-use crate::ops::softmax;
+use crate::ops::softmax::{self, NEAR};
 use crate::rows::{
     Grid, GridMut, Named, Operands, Part, Patch, Rows, Run, contiguous_rows, disjoint,
 };
@@ -597,10 +597,6 @@ enum Form {
     /// The same, for columns that are all near 0 (see [`NEAR`]), so that nothing is subtracted.
     Near,
 }
-
-/// The most that elements may be off 0 for their exponentials to be taken as they are: sums of
-/// many, and their inverses, then stay well within f32.
-const NEAR: f32 = 60.0;
 
 impl<R: Real> Plan<'_, R> {
     /// Scratch for the rows of a patch, if it is needed, and for one row in whole blocks, or two
