@@ -23,7 +23,7 @@
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::dtype::{DType, Element, Real};
@@ -114,10 +114,31 @@ fn largest_fit(class: usize) -> usize {
     class + class / 8
 }
 
+/// Behind a pointer, so that a forked child can leave its parent's.
+static POOL: AtomicPtr<Mutex<Pool>> = AtomicPtr::new(std::ptr::null_mut());
+
 fn pool() -> MutexGuard<'static, Pool> {
-    static POOL: OnceLock<Mutex<Pool>> = OnceLock::new();
+    let mut cell = POOL.load(Ordering::Acquire);
+    if cell.is_null() {
+        let new = Box::into_raw(Box::default());
+        match POOL.compare_exchange(cell, new, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => cell = new,
+            Err(other) => {
+                // SAFETY: just made, and not shared.
+                drop(unsafe { Box::from_raw(new) });
+                cell = other;
+            }
+        }
+    }
+    // SAFETY: some thread made it as above, and it is never freed.
     // Nothing in here can leave the pool half changed, so a poisoned lock is still good.
-    POOL.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+    unsafe { &*cell }.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// For a process that was just forked, before its first call: the pool starts anew, since another
+/// thread of the parent may have held its lock. Blocks that were unused then are not freed.
+pub fn after_fork() {
+    POOL.store(std::ptr::null_mut(), Ordering::Release);
 }
 
 fn limit_cell() -> &'static AtomicUsize {
@@ -185,7 +206,8 @@ fn take(bytes: usize) -> Result<Block> {
 
 fn give_back(block: Block) {
     let mut pool = pool();
-    pool.stats.used_bytes -= block.bytes;
+    // A forked child gives back what it has never taken.
+    pool.stats.used_bytes = pool.stats.used_bytes.saturating_sub(block.bytes);
     if pool.stats.held_bytes + block.bytes <= limit() {
         pool.stats.held_bytes += block.bytes;
         pool.free.entry(block.bytes).or_default().push(block);

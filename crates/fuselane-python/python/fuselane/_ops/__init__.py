@@ -1,0 +1,1 @@
+"""The operators, as users call them: one file each."""

@@ -1,0 +1,50 @@
+"""Elementwise activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .errors import check_float, once, translated
+from .layout import like
+from .register import operator, register_fake
+
+_forward = operator("act")
+_backward = operator("act_backward")
+_grad_enabled = torch.is_grad_enabled
+
+
+def act(x: Any, number: int) -> Any:
+    try:
+        if x.requires_grad and _grad_enabled():
+            return _Act.apply(x, number)
+        return _forward(x, number)
+    except RuntimeError as error:
+        raise translated(error, "act", x=x) from None
+
+
+class _Act(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, number: int) -> Any:
+        ctx.save_for_backward(x)
+        ctx.number = number
+        return _forward(x, number)
+
+    @staticmethod
+    @once("act")
+    def backward(ctx: Any, grad: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return _backward(like(grad, x), x, ctx.number), None
+
+
+@register_fake("act")
+def _(x: Any, act: int) -> Any:
+    check_float("act", x=x)
+    return torch.empty_like(x)
+
+
+@register_fake("act_backward")
+def _(grad: Any, x: Any, act: int) -> Any:
+    check_float("act", grad=grad, x=x)
+    return torch.empty_like(x)

@@ -1,0 +1,62 @@
+"""Errors of operators as Python's own: PyTorch's dispatcher makes a RuntimeError of everything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import _native
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def translated(error: RuntimeError, operator: str, **tensors: Any) -> Exception:
+    """What to raise for an error of a call with these tensors."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            return TypeError(f"{operator}: {name} is a {type(tensor).__name__}, expected a tensor")
+        try:
+            check(operator, **{name: tensor})
+        except (TypeError, ValueError) as found:
+            return found
+    return _native.take_error() or error
+
+
+def check(operator: str, **tensors: Any) -> None:
+    """Refuses devices and layouts that there are no kernels for."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"{operator}: {name} is on {tensor.device}, expected the CPU, the only device for now: "
+                "call .cpu() on it"
+            )
+        if tensor.layout != torch.strided:
+            raise ValueError(
+                f"{operator}: {name} has layout {tensor.layout}, expected torch.strided: "
+                "call .to_dense() on it"
+            )
+
+
+def check_float(operator: str, **tensors: Any) -> None:
+    """Refuses what is on another device, and what is no float."""
+    check(operator, **tensors)
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in _FLOATS:
+            dtype = str(tensor.dtype).partition(".")[2]
+            raise TypeError(
+                f"{operator}: {name} has dtype {dtype}, expected float32, float16, bfloat16 or float64"
+            )
+
+
+def once(name: str) -> Any:
+    """A decorator for the backward of an operator, which has no gradient of its own."""
+
+    def decorate(backward: Any) -> Any:
+        return torch.autograd.function.once_differentiable(backward)
+
+    return decorate

@@ -1,0 +1,70 @@
+"""Defines the operators in PyTorch's dispatcher: from Rust, through its stable C interface (torch 2.10
+and newer), or else with kernels that are Python functions."""
+
+from __future__ import annotations
+
+import glob
+import os
+from typing import Any, Callable
+
+import torch
+
+from .. import _native
+
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 4):
+    raise ImportError(f"fuselane needs torch 2.4 or newer, and this is {torch.__version__}")
+
+
+def _library() -> str:
+    """The file of PyTorch's library."""
+    folder = os.path.join(os.path.dirname(torch.__file__), "lib")
+    found = glob.glob(os.path.join(folder, "libtorch_cpu.*"))
+    return found[0] if found else ""
+
+
+def _python_kernel(name: str) -> Callable[..., Any]:
+    def describe(argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            dtype = str(argument.dtype).partition(".")[2]
+            return argument.data_ptr(), dtype, tuple(argument.shape), argument.stride()
+        return argument
+
+    def kernel(*arguments: Any) -> Any:
+        blocks = _native.call(name, [describe(argument) for argument in arguments])
+        results = tuple(torch.from_dlpack(block) for block in blocks)
+        return results if len(results) > 1 else results[0]
+
+    return kernel
+
+
+def _define() -> str | None:
+    """None, or why the fast way cannot be."""
+    if os.environ.get("FUSELANE_TORCH_FALLBACK") == "1":
+        reason: str | None = "FUSELANE_TORCH_FALLBACK is 1"
+    else:
+        reason = _native.register_torch(_library())
+    if reason is not None:
+        for schema in _native.schemas():
+            name = schema.partition("(")[0]
+            LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
+            LIBRARY.impl(name, _python_kernel(name), "CPU")
+    return reason
+
+
+LIBRARY = torch.library.Library("fuselane", "FRAGMENT")
+
+#: None where kernels are called from PyTorch without Python in between, else why they are not.
+FALLBACK_REASON = _define()
+
+# As many threads as PyTorch has, unless somebody has said otherwise: the two work in turns.
+if "FUSELANE_NUM_THREADS" not in os.environ:
+    _native.set_default_num_threads(torch.get_num_threads())
+
+
+def operator(name: str) -> Any:
+    return getattr(torch.ops.fuselane, name).default
+
+
+def register_fake(name: str) -> Callable[[Any], Any]:
+    """Says what an operator's results look like."""
+    return torch.library.register_fake(f"fuselane::{name}")

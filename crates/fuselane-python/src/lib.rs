@@ -1,0 +1,105 @@
+//! The compiled half of the Python package `fuselane`; the other half is in `python/fuselane`.
+//!
+//! It holds no mathematics: it brings tensors to the operators of the core and results back, without
+//! a copy. [`ops`] says what each operator takes; [`torch`] is the edge to PyTorch's dispatcher,
+//! [`arrays`] the one to Python.
+
+mod arrays;
+mod fault;
+mod ops;
+mod raw;
+mod theta;
+mod threads;
+#[cfg(unix)]
+mod torch;
+
+use pyo3::prelude::*;
+
+/// The compiled half of `fuselane`.
+#[pymodule]
+mod _native {
+    use super::*;
+
+    #[pymodule_export]
+    use crate::arrays::{Block, call, describe};
+    #[pymodule_export]
+    use crate::theta::{Table, attention_factor, frequencies};
+
+    #[pymodule_export]
+    const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+    /// The names of the activations, in the order of their numbers.
+    #[pyfunction]
+    fn acts() -> Vec<&'static str> {
+        fuselane::Act::ALL.iter().map(|act| act.name()).collect()
+    }
+
+    /// The schemas of all operators, in PyTorch's notation.
+    #[pyfunction]
+    fn schemas() -> Vec<&'static str> {
+        ops::OPS.iter().map(|op| op.schema).collect()
+    }
+
+    /// Defines the operators in the PyTorch whose library this is. None, or why that cannot be.
+    #[pyfunction]
+    fn register_torch(library: &str) -> Option<String> {
+        #[cfg(unix)]
+        return torch::register(library).err();
+        #[cfg(not(unix))]
+        return Some(format!("not on this system: {library}"));
+    }
+
+    /// The exception for the last call of this thread that PyTorch's dispatcher has refused.
+    #[pyfunction]
+    fn take_error(py: Python<'_>) -> Option<Py<PyAny>> {
+        fault::take().map(|fault| PyErr::from(fault).into_value(py).into_any())
+    }
+
+    #[pyfunction]
+    fn num_threads() -> usize {
+        threads::count()
+    }
+
+    #[pyfunction]
+    fn set_num_threads(n: usize) -> PyResult<()> {
+        Ok(threads::set_count(n)?)
+    }
+
+    #[pyfunction]
+    fn set_default_num_threads(n: usize) {
+        threads::set_default_count(n);
+    }
+
+    #[pyfunction]
+    fn after_fork() {
+        threads::after_fork();
+    }
+
+    #[pyfunction]
+    fn pool_trim(py: Python<'_>) {
+        py.detach(fuselane::pool::trim);
+    }
+
+    #[pyfunction]
+    fn pool_limit() -> usize {
+        fuselane::pool::limit()
+    }
+
+    #[pyfunction]
+    fn pool_set_limit(py: Python<'_>, bytes: usize) {
+        py.detach(|| fuselane::pool::set_limit(bytes));
+    }
+
+    /// (held_bytes, used_bytes, reused, fresh)
+    #[pyfunction]
+    fn pool_stats() -> (usize, usize, usize, usize) {
+        let stats = fuselane::pool::stats();
+        (stats.held_bytes, stats.used_bytes, stats.reused, stats.fresh)
+    }
+
+    /// The instruction set that the kernels use.
+    #[pyfunction]
+    fn isa() -> String {
+        fuselane::isa().to_string()
+    }
+}

@@ -1,0 +1,89 @@
+//! Rotary encoding with a fused activation.
+
+use fuselane::{Pairing, Partial, Rotate, RotateBackward};
+
+use super::angles::{Arguments, Checked};
+use super::{Edge, Op, check, no_output, output_like, view, view_mut};
+use crate::fault::Fault;
+use crate::threads;
+
+const NAME: &str = "rotate";
+
+pub(super) const FORWARD: Op = Op {
+    schema: "rotate(Tensor x, Tensor theta, Tensor? positions, Tensor? cu_seqlens, int table, \
+             int act, SymInt offset, SymInt[] grid, SymInt extra_tokens, bool heads_first, \
+             bool interleaved, bool rotary_dim, int pairs) -> Tensor",
+    run: forward,
+};
+
+/// Gradients of x and theta, as far as they are asked for.
+pub(super) const BACKWARD: Op = Op {
+    schema: "rotate_backward(Tensor grad, Tensor? x, Tensor theta, Tensor? positions, \
+             Tensor? cu_seqlens, int table, int act, SymInt offset, SymInt[] grid, \
+             SymInt extra_tokens, bool heads_first, bool interleaved, bool rotary_dim, int pairs, \
+             bool dx, bool dtheta) -> (Tensor, Tensor)",
+    run: backward,
+};
+
+/// What turns, beside the arguments that cosine has too.
+#[derive(Clone, Copy)]
+struct Turn {
+    interleaved: bool,
+    rotary_dim: bool,
+    pairs: i64,
+}
+
+impl Turn {
+    fn take(edge: &mut dyn Edge) -> Self {
+        Self { interleaved: edge.flag(), rotary_dim: edge.flag(), pairs: edge.int() }
+    }
+
+    fn options<'a>(&self, call: &'a Checked) -> Rotate<'a> {
+        Rotate {
+            act: call.act,
+            layout: call.layout,
+            positions: call.positions(),
+            extra_tokens: call.extra_tokens,
+            sequences: call.sequences(),
+            pairing: if self.interleaved { Pairing::Interleaved } else { Pairing::Half },
+            partial: if self.rotary_dim { Partial::RotaryDim } else { Partial::Pairs },
+            pairs: usize::try_from(self.pairs).ok(),
+        }
+    }
+}
+
+fn forward(edge: &mut dyn Edge) -> Result<(), Fault> {
+    let (x, arguments, turn) = (edge.tensor(), Arguments::take(edge), Turn::take(edge));
+    let call = arguments.check(NAME)?;
+    let o = output_like(edge, check(NAME, "x", &x)?, &x)?;
+    threads::run(2 * x.bytes(), || {
+        let options = turn.options(&call);
+        let (x, angles) = (x.view(NAME, "x")?, call.angles(NAME)?);
+        Ok(options.forward_into(x, angles, o.view_mut(NAME, "o")?)?)
+    })
+}
+
+fn backward(edge: &mut dyn Edge) -> Result<(), Fault> {
+    let (grad, x, arguments) = (edge.tensor(), edge.optional(), Arguments::take(edge));
+    let (turn, wanted) = (Turn::take(edge), [edge.flag(), edge.flag()]);
+    let call = arguments.check(NAME)?;
+    let dtype = check(NAME, "grad", &grad)?;
+    let theta_dtype = call.theta.dtype(NAME, "theta")?;
+    let dx = match wanted[0] {
+        true => Some(output_like(edge, dtype, x.as_ref().unwrap_or(&grad))?),
+        false => no_output(edge, dtype)?,
+    };
+    let dtheta = match wanted[1] {
+        true => Some(output_like(edge, theta_dtype, &call.theta)?),
+        false => no_output(edge, theta_dtype)?,
+    };
+    threads::run(3 * grad.bytes(), || {
+        Ok(turn.options(&call).backward_into(RotateBackward {
+            x: view(NAME, "x", &x)?,
+            grad: grad.view(NAME, "grad")?,
+            angles: call.angles(NAME)?,
+            dx: view_mut(NAME, "dx", &dx)?,
+            dtheta: view_mut(NAME, "dtheta", &dtheta)?,
+        })?)
+    })
+}

@@ -1,0 +1,443 @@
+//! PyTorch's dispatcher, through its stable C interface (torch 2.10 and newer): our operators become
+//! PyTorch's own, without a compiler for C++ and without linking to any one version.
+//!
+//! The functions are looked up in the library that Python has loaded. A kernel gets a stack of 64-bit
+//! values: numbers as they are, tensors and lists as handles that it owns from then on, and optional
+//! values as a pointer to a 64-bit value, null where there is none.
+
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::OnceLock;
+
+use fuselane::{Buffer, DType};
+
+use crate::fault::{self, Fault};
+use crate::ops::{Edge, OPS};
+use crate::raw::{Kind, Raw};
+
+type Code = i32; // 0 is success
+type Tensor = *mut c_void;
+type List = *mut c_void;
+type Library = *mut c_void;
+type Boxed = unsafe extern "C-unwind" fn(*mut u64, u64, u64);
+type FromBlob = unsafe extern "C" fn(
+    *mut c_void,
+    i64,
+    *const i64,
+    *const i64,
+    i64,
+    i32,
+    i32,
+    i32,
+    *mut Tensor,
+    i32,
+    *const u8,
+    i64,
+    unsafe extern "C" fn(*mut c_void, *mut c_void),
+    *mut c_void,
+) -> Code;
+
+/// Looks up functions by their names, each of which has to be there.
+macro_rules! functions {
+    ($($name:ident: fn($($argument:ty),*) $(-> $result:ty)?,)*) => {
+        struct Functions {
+            $($name: unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?,)*
+        }
+
+        impl Functions {
+            fn find(library: *mut c_void) -> Result<Self, String> {
+                Ok(Self {
+                    $($name: {
+                        let name = concat!(stringify!($name), "\0");
+                        let found = symbol(library, name).ok_or(stringify!($name))?;
+                        // SAFETY: PyTorch's headers declare this function with these types.
+                        unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?>(found) }
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    aoti_torch_abi_version: fn() -> u64,
+    aoti_torch_library_init_def: fn(*const c_char, *const c_char, u32, *mut Library) -> Code,
+    aoti_torch_library_init_impl: fn(*const c_char, *const c_char, *const c_char, u32, *mut Library) -> Code,
+    aoti_torch_library_def: fn(Library, *const c_char) -> Code,
+    torch_library_impl: fn(Library, *const c_char, Boxed, u64) -> Code,
+    aoti_torch_check: fn(bool, *const c_char, *const c_char, u32, *const c_char),
+    aoti_torch_get_data_ptr: fn(Tensor, *mut *mut c_void) -> Code,
+    aoti_torch_get_dim: fn(Tensor, *mut i64) -> Code,
+    aoti_torch_get_sizes: fn(Tensor, *mut *const i64) -> Code,
+    aoti_torch_get_strides: fn(Tensor, *mut *const i64) -> Code,
+    aoti_torch_get_dtype: fn(Tensor, *mut i32) -> Code,
+    aoti_torch_delete_tensor_object: fn(Tensor) -> Code,
+    aoti_torch_empty_strided: fn(i64, *const i64, *const i64, i32, i32, i32, *mut Tensor) -> Code,
+    aoti_torch_device_type_cpu: fn() -> i32,
+    aoti_torch_layout_strided: fn() -> i32,
+    aoti_torch_dtype_float32: fn() -> i32,
+    aoti_torch_dtype_float16: fn() -> i32,
+    aoti_torch_dtype_bfloat16: fn() -> i32,
+    aoti_torch_dtype_float64: fn() -> i32,
+    aoti_torch_dtype_int32: fn() -> i32,
+    aoti_torch_dtype_int64: fn() -> i32,
+    torch_list_size: fn(List, *mut usize) -> Code,
+    torch_list_get_item: fn(List, usize, *mut u64) -> Code,
+    torch_delete_list: fn(List) -> Code,
+}
+
+/// What kernels need of PyTorch.
+struct Api {
+    call: Functions,
+    /// From 2.11 on.
+    from_blob: Option<FromBlob>,
+    /// Frees the cell of an optional value.
+    free: unsafe extern "C" fn(*mut c_void),
+    floats: [(DType, i32); 4],
+    ints: [(Kind, i32); 2],
+    cpu: i32,
+    strided: i32,
+}
+
+static API: OnceLock<Api> = OnceLock::new();
+
+/// Outputs of at least this many bytes come from the pool; smaller ones from PyTorch's own
+/// allocator, which is as fast for them.
+const FROM_POOL: usize = 1 << 18;
+
+fn symbol(library: *mut c_void, name: &str) -> Option<*mut c_void> {
+    let name = CStr::from_bytes_with_nul(name.as_bytes()).ok()?;
+    // SAFETY: a library that is loaded, and a name that ends in 0.
+    let found = unsafe { libc::dlsym(library, name.as_ptr()) };
+    (!found.is_null()).then_some(found)
+}
+
+impl Api {
+    fn find(library: *mut c_void) -> Result<Self, String> {
+        let call = Functions::find(library)?;
+        // Cells come from C++'s `new`. A function to free them exists from 2.13 on.
+        let free = symbol(library, "_ZdlPv\0").ok_or("operator delete")?;
+        let from_blob = symbol(library, "torch_from_blob\0");
+        // SAFETY: PyTorch's headers declare `torch_from_blob` with these types, and `operator
+        // delete` takes a pointer. The others take nothing and only tell a number.
+        unsafe {
+            Ok(Self {
+                from_blob: from_blob.map(|found| std::mem::transmute::<*mut c_void, FromBlob>(found)),
+                free: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void)>(free),
+                floats: [
+                    (DType::BF16, (call.aoti_torch_dtype_bfloat16)()),
+                    (DType::F32, (call.aoti_torch_dtype_float32)()),
+                    (DType::F16, (call.aoti_torch_dtype_float16)()),
+                    (DType::F64, (call.aoti_torch_dtype_float64)()),
+                ],
+                ints: [
+                    (Kind::Int64, (call.aoti_torch_dtype_int64)()),
+                    (Kind::Int32, (call.aoti_torch_dtype_int32)()),
+                ],
+                cpu: (call.aoti_torch_device_type_cpu)(),
+                strided: (call.aoti_torch_layout_strided)(),
+                call,
+            })
+        }
+    }
+
+    fn kind(&self, code: i32) -> Kind {
+        let float = self.floats.iter().find(|(_, other)| *other == code);
+        let int = || self.ints.iter().find(|(_, other)| *other == code);
+        match float {
+            Some(&(dtype, _)) => Kind::Float(dtype),
+            None => int().map_or(Kind::Other, |&(kind, _)| kind),
+        }
+    }
+
+    fn code(&self, dtype: DType) -> i32 {
+        self.floats.iter().find(|(other, _)| *other == dtype).map_or(0, |&(_, code)| code)
+    }
+}
+
+/// Defines the operators in PyTorch's dispatcher, with kernels for the CPU. An error says what this
+/// PyTorch lacks; then nothing is defined.
+pub(crate) fn register(library: &str) -> Result<(), String> {
+    if API.get().is_some() {
+        return Ok(());
+    }
+    let path = CString::new(library).map_err(|error| error.to_string())?;
+    // SAFETY: only finds a library that is loaded already.
+    let library = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
+    if library.is_null() {
+        return Err("the library is not loaded".to_owned());
+    }
+    let api = API.get_or_init_fallible(|| Api::find(library))?;
+    let file = c"fuselane";
+    let done = |code: Code, what: &str| match code {
+        0 => Ok(()),
+        _ => Err(format!("{what} failed")),
+    };
+    // SAFETY: calls as PyTorch's headers declare them; all strings end in 0. The libraries stay for
+    // as long as the process, and so do the kernels.
+    unsafe {
+        let version = (api.call.aoti_torch_abi_version)();
+        let mut definitions = std::ptr::null_mut();
+        let code =
+            (api.call.aoti_torch_library_init_def)(file.as_ptr(), file.as_ptr(), 0, &mut definitions);
+        done(code, "the definition of the library")?;
+        let mut kernels = std::ptr::null_mut();
+        let code = (api.call.aoti_torch_library_init_impl)(
+            file.as_ptr(),
+            c"CPU".as_ptr(),
+            file.as_ptr(),
+            0,
+            &mut kernels,
+        );
+        done(code, "the library of kernels")?;
+        for (op, boxed) in OPS.iter().zip(BOXED) {
+            let text = |text: &str| CString::new(text).map_err(|error| error.to_string());
+            let (schema, name) = (text(op.schema)?, text(op.name())?);
+            done((api.call.aoti_torch_library_def)(definitions, schema.as_ptr()), op.schema)?;
+            let code = (api.call.torch_library_impl)(kernels, name.as_ptr(), boxed, version);
+            done(code, op.name())?;
+        }
+    }
+    Ok(())
+}
+
+/// `OnceLock::get_or_try_init`, which is not stable yet.
+trait GetOrInit<T> {
+    fn get_or_init_fallible<E>(&self, init: impl FnOnce() -> Result<T, E>) -> Result<&T, E>;
+}
+
+impl<T> GetOrInit<T> for OnceLock<T> {
+    fn get_or_init_fallible<E>(&self, init: impl FnOnce() -> Result<T, E>) -> Result<&T, E> {
+        match self.get() {
+            Some(value) => Ok(value),
+            None => init().map(|value| self.get_or_init(|| value)),
+        }
+    }
+}
+
+/// The most tensors that an operator takes or gives.
+const MOST: usize = 10;
+
+/// The stack of a call, and the tensors that it owns.
+struct Stack<'a> {
+    api: &'static Api,
+    values: &'a [u64],
+    at: usize,
+    inputs: [Tensor; MOST],
+    outputs: [Tensor; MOST],
+    counts: (usize, usize),
+}
+
+impl Stack<'_> {
+    fn next(&mut self) -> u64 {
+        let value = self.values.get(self.at).copied().unwrap_or_default();
+        self.at += 1;
+        value
+    }
+
+    fn own(&mut self, tensor: Tensor) -> Raw {
+        self.inputs[self.counts.0] = tensor;
+        self.counts.0 += 1;
+        self.raw(tensor)
+    }
+
+    fn raw(&self, tensor: Tensor) -> Raw {
+        let call = &self.api.call;
+        let (mut data, mut rank, mut dtype) = (std::ptr::null_mut(), 0, 0);
+        let (mut sizes, mut strides) = (std::ptr::null(), std::ptr::null());
+        // SAFETY: a tensor that this call owns; sizes and strides live as long as it.
+        unsafe {
+            (call.aoti_torch_get_data_ptr)(tensor, &mut data);
+            (call.aoti_torch_get_dim)(tensor, &mut rank);
+            (call.aoti_torch_get_dtype)(tensor, &mut dtype);
+            (call.aoti_torch_get_sizes)(tensor, &mut sizes);
+            (call.aoti_torch_get_strides)(tensor, &mut strides);
+            let slice = |p: *const i64| match p.is_null() {
+                true => &[][..],
+                false => std::slice::from_raw_parts(p, rank as usize),
+            };
+            Raw::new(
+                data.cast(),
+                self.api.kind(dtype),
+                slice(sizes).iter().map(|&size| size as usize),
+                slice(strides).iter().map(|&stride| stride as isize),
+            )
+        }
+    }
+}
+
+impl Drop for Stack<'_> {
+    /// Frees what the call owns: all inputs, and outputs that nobody has taken.
+    fn drop(&mut self) {
+        let (inputs, outputs) = self.counts;
+        for &tensor in self.inputs[..inputs].iter().chain(&self.outputs[..outputs]) {
+            // SAFETY: owned by this call.
+            unsafe { (self.api.call.aoti_torch_delete_tensor_object)(tensor) };
+        }
+    }
+}
+
+impl Edge for Stack<'_> {
+    fn tensor(&mut self) -> Raw {
+        let tensor = self.next() as usize as Tensor;
+        self.own(tensor)
+    }
+
+    fn optional(&mut self) -> Option<Raw> {
+        let cell = self.next() as usize as *mut u64;
+        if cell.is_null() {
+            return None;
+        }
+        // SAFETY: the cell of an optional value, which this call owns.
+        let tensor = unsafe {
+            let tensor = *cell as usize as Tensor;
+            (self.api.free)(cell.cast());
+            tensor
+        };
+        Some(self.own(tensor))
+    }
+
+    fn int(&mut self) -> i64 {
+        self.next() as i64
+    }
+
+    fn float(&mut self) -> f64 {
+        f64::from_bits(self.next())
+    }
+
+    fn flag(&mut self) -> bool {
+        self.next() as u8 != 0
+    }
+
+    fn ints(&mut self) -> Vec<i64> {
+        let list = self.next() as usize as List;
+        let (call, mut len) = (&self.api.call, 0);
+        // SAFETY: a list that this call owns, and its items.
+        unsafe {
+            (call.torch_list_size)(list, &mut len);
+            let item = |i| {
+                let mut value = 0;
+                (call.torch_list_get_item)(list, i, &mut value);
+                value as i64
+            };
+            let values = (0..len).map(item).collect();
+            (call.torch_delete_list)(list);
+            values
+        }
+    }
+
+    fn output(&mut self, dtype: DType, shape: &[usize], strides: &[isize]) -> Result<Raw, Fault> {
+        let mut dims = [[0i64; fuselane::MAX_RANK]; 2];
+        dims[0].iter_mut().zip(shape).for_each(|(to, &from)| *to = from as i64);
+        dims[1].iter_mut().zip(strides).for_each(|(to, &from)| *to = from as i64);
+        let (rank, code, mut tensor) = (shape.len() as i64, self.api.code(dtype), std::ptr::null_mut());
+        let len = shape.iter().fold(1usize, |len, &size| len.saturating_mul(size));
+        let bytes = len.saturating_mul(dtype.size());
+        let failed = match self.api.from_blob {
+            Some(from_blob) if bytes >= FROM_POOL && fuselane::pool::limit() > 0 => {
+                let buffer = Box::new(Buffer::unfilled(dtype, &[len])?);
+                let data = buffer.view().as_ptr().cast_mut().cast();
+                let owner = Box::into_raw(buffer).cast();
+                let (sizes, strides) = (dims[0].as_ptr(), dims[1].as_ptr());
+                let (cpu, strided, none) = (self.api.cpu, self.api.strided, std::ptr::null());
+                // SAFETY: the buffer has the elements of this dense shape, and is dropped with the
+                // tensor.
+                let failed = unsafe {
+                    from_blob(
+                        data, rank, sizes, strides, 0, code, cpu, -1, &mut tensor, strided, none, 0,
+                        drop_buffer, owner,
+                    )
+                };
+                if failed != 0 {
+                    // SAFETY: nobody has taken it.
+                    unsafe { drop_buffer(data, owner) };
+                }
+                failed
+            }
+            // SAFETY: sizes and strides have this rank.
+            _ => unsafe {
+                (self.api.call.aoti_torch_empty_strided)(
+                    rank,
+                    dims[0].as_ptr(),
+                    dims[1].as_ptr(),
+                    code,
+                    self.api.cpu,
+                    -1,
+                    &mut tensor,
+                )
+            },
+        };
+        if failed != 0 {
+            let message = format!("PyTorch has no {bytes} bytes for a result");
+            return Err(Fault { kind: fault::Kind::Memory, message });
+        }
+        self.outputs[self.counts.1] = tensor;
+        self.counts.1 += 1;
+        Ok(self.raw(tensor))
+    }
+}
+
+/// Gives the memory of a tensor back to the pool.
+unsafe extern "C" fn drop_buffer(_data: *mut c_void, owner: *mut c_void) {
+    // SAFETY: `output` made it of a box, and PyTorch calls this once.
+    drop(unsafe { Box::from_raw(owner.cast::<Buffer>()) });
+}
+
+/// The kernels: one function for each operator, since PyTorch gives no other hint of which it is.
+static BOXED: [Boxed; OPS.len()] = [
+    boxed::<0>,
+    boxed::<1>,
+    boxed::<2>,
+    boxed::<3>,
+    boxed::<4>,
+    boxed::<5>,
+    boxed::<6>,
+    boxed::<7>,
+    boxed::<8>,
+    boxed::<9>,
+    boxed::<10>,
+];
+
+unsafe extern "C-unwind" fn boxed<const OP: usize>(stack: *mut u64, inputs: u64, outputs: u64) {
+    let Some(api) = API.get() else { return };
+    // SAFETY: PyTorch passes a stack with room for all arguments, and for all results.
+    let stack = unsafe {
+        std::slice::from_raw_parts_mut(stack, inputs.max(outputs) as usize)
+    };
+    let message = call(api, OP, stack, inputs as usize).err();
+    if let Some(message) = message {
+        // This throws a C++ exception, which passes through this function and no other of ours;
+        // the message is copied before.
+        let mut text = [0u8; 512];
+        let end = message.len().min(text.len() - 1);
+        text[..end].copy_from_slice(&message.as_bytes()[..end]);
+        drop(message);
+        let name = c"fuselane".as_ptr();
+        // SAFETY: strings that end in 0.
+        unsafe { (api.call.aoti_torch_check)(false, name, name, 0, text.as_ptr().cast()) };
+    }
+}
+
+/// Runs an operator; an error is what PyTorch is to say.
+fn call(api: &'static Api, op: usize, stack: &mut [u64], inputs: usize) -> Result<(), String> {
+    let none = [std::ptr::null_mut(); MOST];
+    let values = &stack[..inputs];
+    let mut call = Stack { api, values, at: 0, inputs: none, outputs: none, counts: (0, 0) };
+    let ran = catch_unwind(AssertUnwindSafe(|| (OPS[op].run)(&mut call)));
+    let fault = match ran {
+        Ok(Ok(())) => None,
+        Ok(Err(fault)) => Some(fault),
+        Err(_) => Some(Fault::value(format!("{}: a bug in fuselane", OPS[op].name()))),
+    };
+    if let Some(fault) = fault {
+        let message = fault.message.clone();
+        fault::keep(fault);
+        return Err(message);
+    }
+    let (results, count) = (call.outputs, std::mem::take(&mut call.counts.1));
+    drop(call);
+    for (value, &tensor) in stack.iter_mut().zip(&results[..count]) {
+        *value = tensor as usize as u64;
+    }
+    Ok(())
+}
