@@ -28,7 +28,11 @@ fn kind_of(name: &str) -> Kind {
         (_, Some(&(_, dtype))) => Kind::Float(dtype),
         ("int32", _) => Kind::Int32,
         ("int64", _) => Kind::Int64,
-        _ => Kind::Other,
+        _ => {
+            let others = ["int8", "int16", "uint8", "uint16", "uint32", "uint64", "bool"];
+            let others = others.iter().chain(&["complex64", "complex128", "object"]);
+            Kind::Other(others.copied().find(|other| *other == name).unwrap_or("of another kind"))
+        }
     }
 }
 
@@ -88,7 +92,7 @@ impl Values {
 
 impl Edge for Values {
     fn tensor(&mut self) -> Raw {
-        let none = || Raw::new(std::ptr::null_mut(), Kind::Other, [].into_iter(), [].into_iter());
+        let none = || Raw::new(std::ptr::null_mut(), Kind::Other("of nothing"), [].into_iter(), [].into_iter());
         self.optional().unwrap_or_else(none)
     }
 
@@ -238,7 +242,9 @@ pub(crate) fn describe(
             (dlpack::BFLOAT, 16, 1) => "bfloat16",
             (dlpack::INT, 32, 1) => "int32",
             (dlpack::INT, 64, 1) => "int64",
-            _ => "other",
+            (dlpack::INT, 8, 1) => "int8",
+            (dlpack::INT, 16, 1) => "int16",
+            _ => "of another kind",
         };
         Ok((*data as usize + *byte_offset as usize, name, shape, strides))
     }

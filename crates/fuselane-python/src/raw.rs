@@ -10,8 +10,22 @@ pub(crate) enum Kind {
     Float(DType),
     Int32,
     Int64,
-    /// None that an operator takes.
-    Other,
+    /// None that an operator takes, by its name.
+    Other(&'static str),
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Float(DType::F32) => "float32",
+            Self::Float(DType::F16) => "float16",
+            Self::Float(DType::BF16) => "bfloat16",
+            Self::Float(DType::F64) => "float64",
+            Self::Int32 => "int32",
+            Self::Int64 => "int64",
+            Self::Other(name) => name,
+        }
+    }
 }
 
 /// A borrowed tensor. Whoever makes one keeps its memory alive until the call ends.
@@ -69,9 +83,9 @@ impl Raw {
     pub(crate) fn dtype(&self, operator: &str, name: &str) -> Result<DType, Fault> {
         match self.kind {
             Kind::Float(dtype) => Ok(dtype),
-            _ => Err(Fault::dtype(format!(
-                "{operator}: {name} has a dtype that is no float, \
-                 expected float32, float16, bfloat16 or float64"
+            other => Err(Fault::dtype(format!(
+                "{operator}: {name} has dtype {}, expected float32, float16, bfloat16 or float64",
+                other.name()
             ))),
         }
     }
@@ -106,8 +120,8 @@ impl Raw {
         let bytes: isize = match self.kind {
             Kind::Int32 => 4,
             Kind::Int64 => 8,
-            _ => {
-                let got = format!("{operator}: {name} has a dtype that is no integer");
+            other => {
+                let got = format!("{operator}: {name} has dtype {}", other.name());
                 return Err(Fault::dtype(got + ", expected int64 or int32"));
             }
         };
@@ -141,8 +155,13 @@ impl Raw {
     /// own, if it is dense. It is what `torch.empty_like` gives.
     pub(crate) fn dense_strides(&self) -> [isize; MAX_RANK] {
         let (shape, strides) = (self.shape(), self.strides());
-        let mut order: Vec<usize> = (0..shape.len()).rev().collect();
-        for i in 1..order.len() {
+        let rank = shape.len();
+        let mut order = [0; MAX_RANK];
+        order[..rank].iter_mut().enumerate().for_each(|(i, d)| *d = rank - 1 - i);
+        let steps = strides.iter().map(|stride| stride.unsigned_abs());
+        let mut strides = [0; MAX_RANK];
+        strides.iter_mut().zip(steps).for_each(|(to, from)| *to = from);
+        for i in 1..rank {
             let mut at = i;
             for before in (0..i).rev() {
                 let (a, b) = (order[before], order[at]);
@@ -163,7 +182,7 @@ impl Raw {
         }
         let mut dense = [0; MAX_RANK];
         let mut next = 1;
-        for d in order {
+        for &d in &order[..rank] {
             dense[d] = next;
             next *= shape[d].max(1) as isize;
         }

@@ -79,8 +79,14 @@ functions! {
     aoti_torch_dtype_float16: fn() -> i32,
     aoti_torch_dtype_bfloat16: fn() -> i32,
     aoti_torch_dtype_float64: fn() -> i32,
+    aoti_torch_dtype_int8: fn() -> i32,
+    aoti_torch_dtype_int16: fn() -> i32,
     aoti_torch_dtype_int32: fn() -> i32,
     aoti_torch_dtype_int64: fn() -> i32,
+    aoti_torch_dtype_uint8: fn() -> i32,
+    aoti_torch_dtype_bool: fn() -> i32,
+    aoti_torch_dtype_complex64: fn() -> i32,
+    aoti_torch_dtype_complex128: fn() -> i32,
     torch_list_size: fn(List, *mut usize) -> Code,
     torch_list_get_item: fn(List, usize, *mut u64) -> Code,
     torch_delete_list: fn(List) -> Code,
@@ -94,7 +100,8 @@ struct Api {
     /// Frees the cell of an optional value.
     free: unsafe extern "C" fn(*mut c_void),
     floats: [(DType, i32); 4],
-    ints: [(Kind, i32); 2],
+    /// Those that are no float.
+    others: [(Kind, i32); 8],
     cpu: i32,
     strided: i32,
 }
@@ -130,9 +137,15 @@ impl Api {
                     (DType::F16, (call.aoti_torch_dtype_float16)()),
                     (DType::F64, (call.aoti_torch_dtype_float64)()),
                 ],
-                ints: [
+                others: [
                     (Kind::Int64, (call.aoti_torch_dtype_int64)()),
                     (Kind::Int32, (call.aoti_torch_dtype_int32)()),
+                    (Kind::Other("int8"), (call.aoti_torch_dtype_int8)()),
+                    (Kind::Other("int16"), (call.aoti_torch_dtype_int16)()),
+                    (Kind::Other("uint8"), (call.aoti_torch_dtype_uint8)()),
+                    (Kind::Other("bool"), (call.aoti_torch_dtype_bool)()),
+                    (Kind::Other("complex64"), (call.aoti_torch_dtype_complex64)()),
+                    (Kind::Other("complex128"), (call.aoti_torch_dtype_complex128)()),
                 ],
                 cpu: (call.aoti_torch_device_type_cpu)(),
                 strided: (call.aoti_torch_layout_strided)(),
@@ -143,10 +156,10 @@ impl Api {
 
     fn kind(&self, code: i32) -> Kind {
         let float = self.floats.iter().find(|(_, other)| *other == code);
-        let int = || self.ints.iter().find(|(_, other)| *other == code);
+        let other = || self.others.iter().find(|(_, other)| *other == code);
         match float {
             Some(&(dtype, _)) => Kind::Float(dtype),
-            None => int().map_or(Kind::Other, |&(kind, _)| kind),
+            None => other().map_or(Kind::Other("of another kind"), |&(kind, _)| kind),
         }
     }
 

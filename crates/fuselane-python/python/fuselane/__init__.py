@@ -89,6 +89,15 @@ def set_num_threads(n: int) -> None:
     _native.set_num_threads(n)
 
 
+def __getattr__(name: str) -> object:
+    # These need PyTorch, and are imported when they are first used.
+    if name in ("nn", "transformers"):
+        import importlib
+
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 if hasattr(_os, "register_at_fork"):
     # A forked child has none of its parent's threads.
     _os.register_at_fork(after_in_child=_native.after_fork)

@@ -4,7 +4,7 @@ back as the kind that came."""
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from . import _native
 
@@ -14,6 +14,8 @@ _NUMPY_DTYPES = ("float32", "float16", "bfloat16", "float64", "int32", "int64")
 def call(operator: str, name: str, arguments: list[Any], like: Any) -> list[Any]:
     """Runs an operator. Arguments that are arrays are described to it; results become arrays of the
     kind that `like` is. `operator` is the function's name, for errors."""
+    if not _is_numpy(like) and not hasattr(like, "__dlpack__"):
+        _refuse(operator, "x", like)
     kept: list[Any] = []  # what the descriptions point to
     described = [_describe(operator, argument, kept) for argument in arguments]
     return [_like(block, like) for block in _native.call(name, described)]
@@ -25,10 +27,7 @@ def _describe(operator: str, x: Any, kept: list[Any]) -> Any:
     if _is_numpy(x):
         return _describe_numpy(operator, x, kept)
     if not hasattr(x, "__dlpack__"):
-        raise TypeError(
-            f"{operator}: {type(x).__name__} is no array, expected a PyTorch tensor, a NumPy array, "
-            "or an array of a library that speaks DLPack"
-        )
+        _refuse(operator, "an argument", x)
     device = x.__dlpack_device__()
     if int(device[0]) != 1:
         raise ValueError(
@@ -38,6 +37,13 @@ def _describe(operator: str, x: Any, kept: list[Any]) -> Any:
     capsule = x.__dlpack__()
     kept.append(capsule)
     return _native.describe(capsule)
+
+
+def _refuse(operator: str, name: str, x: Any) -> NoReturn:
+    raise TypeError(
+        f"{operator}: {name} is a {type(x).__name__}, expected a PyTorch tensor, a NumPy array, or an "
+        "array of a library that speaks DLPack"
+    )
 
 
 def _is_numpy(x: Any) -> bool:

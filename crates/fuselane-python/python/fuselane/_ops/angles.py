@@ -29,8 +29,9 @@ def arguments_of(
         unknown(operator, "layout", layout, ["bnhd", "bhnd"])
     heads_first = layout == "bhnd"
     table = theta.number if isinstance(theta, AngleTable) else 0
-    if len(x.shape) != 4:
-        raise ValueError(f"{operator}: x has shape {tuple(x.shape)}, expected 4 dimensions ({layout})")
+    size = getattr(x, "shape", None)
+    if size is not None and len(size) != 4:
+        raise ValueError(f"{operator}: x has shape {tuple(size)}, expected 4 dimensions ({layout})")
     grid = [] if shape is None else [shape] if isinstance(shape, int) else list(shape)
     if grid and (positions is not None or cu_seqlens is not None):
         raise ValueError(f"{operator}: shape is given with positions or cu_seqlens, expected one of them")

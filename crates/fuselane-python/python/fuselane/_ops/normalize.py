@@ -66,7 +66,8 @@ def normalize(
         unknown("normalize", "gate_pos", gate_pos, ["pre", "post"])
     if scale is None:
         # Groups that do not divide are refused by the operator.
-        scale = c / math.sqrt(max(x.shape[-1] // max(num_groups, 1), 1)) if len(x.shape) else c
+        shape = getattr(x, "shape", None) or (1,)
+        scale = c / math.sqrt(max(shape[-1] // max(num_groups, 1), 1))
     options = (
         act_number("normalize", "gate_act", gate_act),
         gate_pos == "post",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from .errors import check_float, once, translated
+from .errors import check_float, translated
 from .layout import like
 from .register import operator, register_fake
 
@@ -32,7 +33,7 @@ class _Act(torch.autograd.Function):
         return _forward(x, number)
 
     @staticmethod
-    @once("act")
+    @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         (x,) = ctx.saved_tensors
         return _backward(like(grad, x), x, ctx.number), None

@@ -7,25 +7,27 @@ from typing import Any
 import torch
 
 from ..theta import AngleTable
-from .errors import check, check_float, once, translated
+from .errors import check, check_float, translated
 from .layout import rows
 
 _grad_enabled = torch.is_grad_enabled
 
 
-def encode(encoding: Any, name: str, x: Any, theta: Any, placed: Any, options: Any) -> Any:
+def encode(
+    function: Any, operator: Any, name: str, x: Any, theta: Any, placed: Any, options: Any
+) -> Any:
     """Runs an encoding: its operator, or its `autograd.Function` where a gradient is needed."""
     positions, cu_seqlens, *rest = placed
+    options = (*rest, *options)  # those of the operator, from its table on
     try:
         table = isinstance(theta, AngleTable)
         frequencies = _frequencies(theta.theta if table else theta, x)
-        # A table is kept alive by whoever keeps the operator's result for a backward.
-        owner = theta if table else None
         learned = frequencies.requires_grad and not table
         if (x.requires_grad or learned) and _grad_enabled():
-            options = (*rest, *options)
-            return encoding.apply(x, frequencies, positions, cu_seqlens, options, owner)
-        return encoding.forward_operator(x, frequencies, positions, cu_seqlens, *rest, *options)
+            # The table has to live until the backward.
+            owner = theta if table else None
+            return function.apply(x, frequencies, positions, cu_seqlens, options, owner)
+        return operator(x, frequencies, positions, cu_seqlens, *options)
     except (RuntimeError, AttributeError) as error:
         tensors = {"x": x, "positions": positions, "cu_seqlens": cu_seqlens}
         if not isinstance(theta, AngleTable):
@@ -36,36 +38,33 @@ def encode(encoding: Any, name: str, x: Any, theta: Any, placed: Any, options: A
 def _frequencies(theta: Any, x: Any) -> Any:
     """As a tensor with a row for each head, or one for all."""
     if not isinstance(theta, torch.Tensor):
-        theta = torch.as_tensor(theta, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        theta = torch.as_tensor(theta, dtype=dtype)
     return theta if theta.dim() != 1 else theta[None]
 
 
-class Encoding(torch.autograd.Function):
-    """The gradient of an encoding. `options` are those of the operator from its table on."""
+def forward(
+    operator: Any, ctx: Any, x: Any, theta: Any, positions: Any, ends: Any, options: Any, owner: Any
+) -> Any:
+    """The forward of an encoding's `autograd.Function`."""
+    needs_x, needs_theta = ctx.needs_input_grad[:2]
+    needs_theta = needs_theta and options[0] == 0
+    # Without an activation, the gradient of x does not depend on x.
+    kept = x if options[1] != 0 or needs_theta else None
+    ctx.save_for_backward(kept, theta, positions, ends)
+    ctx.options, ctx.owner = options, owner
+    ctx.needed = (needs_x, needs_theta)
+    return operator(x, theta, positions, ends, *options)
 
-    forward_operator: Any
-    backward_operator: Any
 
-    @classmethod
-    def run(cls, ctx: Any, x: Any, theta: Any, positions: Any, ends: Any, options: Any, owner: Any) -> Any:
-        o = cls.forward_operator(x, theta, positions, ends, *options)
-        needs_x, needs_theta = ctx.needs_input_grad[:2]
-        needs_theta = needs_theta and options[0] == 0
-        # Without an activation, the gradient of x does not depend on x.
-        kept = x if options[1] != 0 or needs_theta else None
-        ctx.save_for_backward(kept, theta, positions, ends)
-        ctx.options, ctx.owner = options, owner
-        ctx.needed = (needs_x, needs_theta)
-        return o
-
-    @classmethod
-    def pull_back(cls, ctx: Any, grad: Any) -> Any:
-        x, theta, positions, ends = ctx.saved_tensors
-        needs_x, needs_theta = ctx.needed
-        dx, dtheta = cls.backward_operator(
-            rows(grad), x, theta, positions, ends, *ctx.options, needs_x, needs_theta
-        )
-        return dx if needs_x else None, dtheta if needs_theta else None, None, None, None, None
+def backward(operator: Any, ctx: Any, grad: Any) -> Any:
+    """Its backward."""
+    x, theta, positions, ends = ctx.saved_tensors
+    needs_x, needs_theta = ctx.needed
+    dx, dtheta = operator(
+        rows(grad), x, theta, positions, ends, *ctx.options, needs_x, needs_theta
+    )
+    return dx if needs_x else None, dtheta if needs_theta else None, None, None, None, None
 
 
 def check_call(name: str, x: Any, theta: Any, positions: Any, cu_seqlens: Any) -> None:
@@ -76,5 +75,3 @@ def check_call(name: str, x: Any, theta: Any, positions: Any, cu_seqlens: Any) -
     if theta.dim() != 2:
         raise ValueError(f"{name}: theta has shape {[*theta.shape]}, expected 2 dimensions")
 
-
-__all__ = ["Encoding", "check_call", "encode", "once"]

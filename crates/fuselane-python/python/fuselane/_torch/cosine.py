@@ -5,27 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from .angles import Encoding, check_call, encode, once
+from . import angles
+from .angles import check_call
 from .register import operator, register_fake
+
+_forward = operator("cosine")
+_backward = operator("cosine_backward")
 
 
 def cosine(x: Any, theta: Any, placed: Any) -> Any:
-    return encode(_Cosine, "lrpe_cosine", x, theta, placed, ())
+    return angles.encode(_Cosine, _forward, "lrpe_cosine", x, theta, placed, ())
 
 
-class _Cosine(Encoding):
-    forward_operator = operator("cosine")
-    backward_operator = operator("cosine_backward")
-
+class _Cosine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        return _Cosine.run(ctx, *arguments)
+        return angles.forward(_forward, ctx, *arguments)
 
     @staticmethod
-    @once("lrpe_cosine")
+    @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
-        return _Cosine.pull_back(ctx, grad)
+        return angles.backward(_backward, ctx, grad)
 
 
 @register_fake("cosine")

@@ -51,12 +51,3 @@ def check_float(operator: str, **tensors: Any) -> None:
             raise TypeError(
                 f"{operator}: {name} has dtype {dtype}, expected float32, float16, bfloat16 or float64"
             )
-
-
-def once(name: str) -> Any:
-    """A decorator for the backward of an operator, which has no gradient of its own."""
-
-    def decorate(backward: Any) -> Any:
-        return torch.autograd.function.once_differentiable(backward)
-
-    return decorate

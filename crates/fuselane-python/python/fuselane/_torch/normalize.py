@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from .errors import check_float, once, translated
+from .errors import check_float, translated
 from .layout import rows
 from .register import operator, register_fake
 
@@ -79,7 +80,7 @@ class _Normalize(torch.autograd.Function):
         return (o, total) if keep_sum else o
 
     @staticmethod
-    @once("normalize")
+    @once_differentiable
     def backward(ctx: Any, grad: Any, grad_sum: Any = None) -> Any:
         x, weight, bias, residual, gate, rstd, mean = ctx.saved_tensors
         need_x, need_weight, need_bias, need_residual, need_gate = ctx.needs_input_grad[:5]

@@ -5,27 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from .angles import Encoding, check_call, encode, once
+from . import angles
+from .angles import check_call
 from .register import operator, register_fake
+
+_forward = operator("rotate")
+_backward = operator("rotate_backward")
 
 
 def rotate(x: Any, theta: Any, placed: Any, options: Any) -> Any:
-    return encode(_Rotate, "lrpe_rotate", x, theta, placed, options)
+    return angles.encode(_Rotate, _forward, "lrpe_rotate", x, theta, placed, options)
 
 
-class _Rotate(Encoding):
-    forward_operator = operator("rotate")
-    backward_operator = operator("rotate_backward")
-
+class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        return _Rotate.run(ctx, *arguments)
+        return angles.forward(_forward, ctx, *arguments)
 
     @staticmethod
-    @once("lrpe_rotate")
+    @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
-        return _Rotate.pull_back(ctx, grad)
+        return angles.backward(_backward, ctx, grad)
 
 
 @register_fake("rotate")

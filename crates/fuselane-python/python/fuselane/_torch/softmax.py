@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from .errors import check_float, once, translated
+from .errors import check_float, translated
 from .layout import like
 from .register import operator, register_fake
 
@@ -33,7 +34,7 @@ class _Softmax(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once("softmax")
+    @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         (o,) = ctx.saved_tensors
         return _backward(like(grad, o), o, *ctx.options), None, None, None
