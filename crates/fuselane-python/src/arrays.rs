@@ -92,8 +92,7 @@ impl Values {
 
 impl Edge for Values {
     fn tensor(&mut self) -> Raw {
-        let none = || Raw::new(std::ptr::null_mut(), Kind::Other("of nothing"), [].into_iter(), [].into_iter());
-        self.optional().unwrap_or_else(none)
+        self.optional().unwrap_or_else(Raw::nothing)
     }
 
     fn optional(&mut self) -> Option<Raw> {
@@ -232,7 +231,8 @@ pub(crate) fn describe(
         if strides.len() != shape.len() {
             let sizes: Vec<usize> = shape.iter().map(|&size| size as usize).collect();
             let dense = row_major(&sizes[..sizes.len().min(fuselane::MAX_RANK)]);
-            strides = dense[..shape.len().min(fuselane::MAX_RANK)].iter().map(|&s| s as i64).collect();
+            strides =
+                dense[..shape.len().min(fuselane::MAX_RANK)].iter().map(|&s| s as i64).collect();
             strides.resize(shape.len(), 0);
         }
         let name = match (dtype.code, dtype.bits, dtype.lanes) {

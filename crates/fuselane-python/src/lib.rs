@@ -5,6 +5,8 @@
 //! [`arrays`] the one to Python.
 
 mod arrays;
+#[cfg(unix)]
+mod direct;
 mod fault;
 mod ops;
 mod raw;
@@ -22,6 +24,9 @@ mod _native {
 
     #[pymodule_export]
     use crate::arrays::{Block, call, describe};
+    #[cfg(unix)]
+    #[pymodule_export]
+    use crate::direct::{prepare_torch_call, torch_call};
     #[pymodule_export]
     use crate::theta::{Table, attention_factor, frequencies};
 

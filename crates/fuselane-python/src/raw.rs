@@ -58,6 +58,20 @@ impl Raw {
         raw
     }
 
+    /// What stands for a tensor that is none.
+    pub(crate) fn nothing() -> Self {
+        Self::new(std::ptr::null_mut(), Kind::Other("of nothing"), [].into_iter(), [].into_iter())
+    }
+
+    /// Whether it has elements, but not in memory.
+    pub(crate) fn is_elsewhere(&self) -> bool {
+        self.ptr.is_null() && self.len() > 0
+    }
+
+    pub(crate) fn is_of(&self, dtype: DType) -> bool {
+        self.kind == Kind::Float(dtype)
+    }
+
     pub(crate) fn shape(&self) -> &[usize] {
         &self.shape[..self.rank.min(MAX_RANK)]
     }
@@ -131,7 +145,8 @@ impl Raw {
         let mut values = Vec::with_capacity(self.len());
         let mut index = [0usize; MAX_RANK];
         for _ in 0..self.len() {
-            let at: isize = index.iter().zip(self.strides).map(|(&i, step)| i as isize * step).sum();
+            let at: isize =
+                index.iter().zip(self.strides).map(|(&i, step)| i as isize * step).sum();
             let p = self.ptr.wrapping_offset(at * bytes);
             // SAFETY: an index within the shape, so an element of the tensor.
             values.push(unsafe {

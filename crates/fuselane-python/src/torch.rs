@@ -16,7 +16,8 @@ use crate::ops::{Edge, OPS};
 use crate::raw::{Kind, Raw};
 
 type Code = i32; // 0 is success
-type Tensor = *mut c_void;
+/// A handle.
+pub(crate) type Tensor = *mut c_void;
 type List = *mut c_void;
 type Library = *mut c_void;
 type Boxed = unsafe extern "C-unwind" fn(*mut u64, u64, u64);
@@ -71,6 +72,8 @@ functions! {
     aoti_torch_get_sizes: fn(Tensor, *mut *const i64) -> Code,
     aoti_torch_get_strides: fn(Tensor, *mut *const i64) -> Code,
     aoti_torch_get_dtype: fn(Tensor, *mut i32) -> Code,
+    aoti_torch_get_device_type: fn(Tensor, *mut i32) -> Code,
+    aoti_torch_get_layout: fn(Tensor, *mut i32) -> Code,
     aoti_torch_delete_tensor_object: fn(Tensor) -> Code,
     aoti_torch_empty_strided: fn(i64, *const i64, *const i64, i32, i32, i32, *mut Tensor) -> Code,
     aoti_torch_device_type_cpu: fn() -> i32,
@@ -93,8 +96,10 @@ functions! {
 }
 
 /// What kernels need of PyTorch.
-struct Api {
+pub(crate) struct Api {
     call: Functions,
+    /// The address of the library's handle.
+    library: usize,
     /// From 2.11 on.
     from_blob: Option<FromBlob>,
     /// Frees the cell of an optional value.
@@ -129,7 +134,9 @@ impl Api {
         // delete` takes a pointer. The others take nothing and only tell a number.
         unsafe {
             Ok(Self {
-                from_blob: from_blob.map(|found| std::mem::transmute::<*mut c_void, FromBlob>(found)),
+                library: library as usize,
+                from_blob: from_blob
+                    .map(|found| std::mem::transmute::<*mut c_void, FromBlob>(found)),
                 free: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void)>(free),
                 floats: [
                     (DType::BF16, (call.aoti_torch_dtype_bfloat16)()),
@@ -191,8 +198,12 @@ pub(crate) fn register(library: &str) -> Result<(), String> {
     unsafe {
         let version = (api.call.aoti_torch_abi_version)();
         let mut definitions = std::ptr::null_mut();
-        let code =
-            (api.call.aoti_torch_library_init_def)(file.as_ptr(), file.as_ptr(), 0, &mut definitions);
+        let code = (api.call.aoti_torch_library_init_def)(
+            file.as_ptr(),
+            file.as_ptr(),
+            0,
+            &mut definitions,
+        );
         done(code, "the definition of the library")?;
         let mut kernels = std::ptr::null_mut();
         let code = (api.call.aoti_torch_library_init_impl)(
@@ -229,16 +240,177 @@ impl<T> GetOrInit<T> for OnceLock<T> {
 }
 
 /// The most tensors that an operator takes or gives.
-const MOST: usize = 10;
+pub(crate) const MOST: usize = 10;
 
-/// The stack of a call, and the tensors that it owns.
-struct Stack<'a> {
+/// The tensors that a call owns.
+pub(crate) struct Tensors {
     api: &'static Api,
-    values: &'a [u64],
-    at: usize,
     inputs: [Tensor; MOST],
     outputs: [Tensor; MOST],
     counts: (usize, usize),
+}
+
+impl Tensors {
+    /// None, before the operators are registered.
+    pub(crate) fn new() -> Option<Self> {
+        let none = [std::ptr::null_mut(); MOST];
+        API.get().map(|api| Self { api, inputs: none, outputs: none, counts: (0, 0) })
+    }
+
+    pub(crate) fn inputs_are_full(&self) -> bool {
+        self.counts.0 == MOST
+    }
+
+    /// Takes an input over.
+    fn own(&mut self, tensor: Tensor) -> Option<Raw> {
+        self.inputs[self.counts.0] = tensor;
+        self.counts.0 += 1;
+        self.read(tensor)
+    }
+
+    /// Takes an input over, and tells what it is if that is a plain tensor on the CPU.
+    pub(crate) fn own_plain(&mut self, tensor: Tensor) -> Option<Raw> {
+        let raw = self.own(tensor)?;
+        let (mut device, mut layout) = (0, 0);
+        // SAFETY: a tensor that this call owns.
+        let failed = unsafe {
+            (self.api.call.aoti_torch_get_device_type)(tensor, &mut device)
+                | (self.api.call.aoti_torch_get_layout)(tensor, &mut layout)
+        };
+        let plain = failed == 0 && device == self.api.cpu && layout == self.api.strided;
+        (plain && !raw.is_elsewhere()).then_some(raw)
+    }
+
+    fn read(&self, tensor: Tensor) -> Option<Raw> {
+        let call = &self.api.call;
+        let (mut data, mut rank, mut dtype) = (std::ptr::null_mut(), 0, 0);
+        let (mut sizes, mut strides) = (std::ptr::null(), std::ptr::null());
+        // SAFETY: a tensor that this call owns; sizes and strides live as long as it.
+        unsafe {
+            let failed = (call.aoti_torch_get_data_ptr)(tensor, &mut data)
+                | (call.aoti_torch_get_dim)(tensor, &mut rank)
+                | (call.aoti_torch_get_dtype)(tensor, &mut dtype)
+                | (call.aoti_torch_get_sizes)(tensor, &mut sizes)
+                | (call.aoti_torch_get_strides)(tensor, &mut strides);
+            if failed != 0 {
+                return None;
+            }
+            let slice = |p: *const i64| match p.is_null() {
+                true => &[][..],
+                false => std::slice::from_raw_parts(p, rank as usize),
+            };
+            Some(Raw::new(
+                data.cast(),
+                self.api.kind(dtype),
+                slice(sizes).iter().map(|&size| size as usize),
+                slice(strides).iter().map(|&stride| stride as isize),
+            ))
+        }
+    }
+
+    /// Makes an output.
+    pub(crate) fn output(
+        &mut self,
+        dtype: DType,
+        shape: &[usize],
+        strides: &[isize],
+    ) -> Result<Raw, Fault> {
+        let mut dims = [[0i64; fuselane::MAX_RANK]; 2];
+        dims[0].iter_mut().zip(shape).for_each(|(to, &from)| *to = from as i64);
+        dims[1].iter_mut().zip(strides).for_each(|(to, &from)| *to = from as i64);
+        let (rank, code) = (shape.len() as i64, self.api.code(dtype));
+        let (sizes, strides, cpu) = (dims[0].as_ptr(), dims[1].as_ptr(), self.api.cpu);
+        let mut tensor = std::ptr::null_mut();
+        let len = shape.iter().fold(1usize, |len, &size| len.saturating_mul(size));
+        let bytes = len.saturating_mul(dtype.size());
+        let failed = match self.api.from_blob {
+            Some(from_blob) if bytes >= FROM_POOL && fuselane::pool::limit() > 0 => {
+                let buffer = Box::new(Buffer::unfilled(dtype, &[len])?);
+                let data = buffer.view().as_ptr().cast_mut().cast();
+                let owner = Box::into_raw(buffer).cast();
+                let (strided, none) = (self.api.strided, std::ptr::null());
+                // SAFETY: the buffer has the elements of this dense shape, and is dropped with the
+                // tensor.
+                let failed = unsafe {
+                    from_blob(
+                        data,
+                        rank,
+                        sizes,
+                        strides,
+                        0,
+                        code,
+                        cpu,
+                        -1,
+                        &mut tensor,
+                        strided,
+                        none,
+                        0,
+                        drop_buffer,
+                        owner,
+                    )
+                };
+                if failed != 0 {
+                    // SAFETY: nobody has taken it.
+                    unsafe { drop_buffer(data, owner) };
+                }
+                failed
+            }
+            // SAFETY: sizes and strides have this rank.
+            _ => unsafe {
+                let empty = self.api.call.aoti_torch_empty_strided;
+                empty(rank, sizes, strides, code, cpu, -1, &mut tensor)
+            },
+        };
+        if failed == 0 && self.counts.1 < MOST {
+            self.outputs[self.counts.1] = tensor;
+            self.counts.1 += 1;
+            if let Some(raw) = self.read(tensor) {
+                return Ok(raw);
+            }
+        }
+        let message = format!("PyTorch has no {bytes} bytes for a result");
+        Err(Fault { kind: fault::Kind::Memory, message })
+    }
+
+    /// Gives the outputs away, and how many there are.
+    pub(crate) fn take_outputs(&mut self) -> ([Tensor; MOST], usize) {
+        (self.outputs, std::mem::take(&mut self.counts.1))
+    }
+}
+
+impl Drop for Tensors {
+    /// Frees all inputs, and outputs that nobody has taken.
+    fn drop(&mut self) {
+        let (inputs, outputs) = self.counts;
+        for &tensor in self.inputs[..inputs].iter().chain(&self.outputs[..outputs]) {
+            // SAFETY: owned by this call.
+            unsafe { (self.api.call.aoti_torch_delete_tensor_object)(tensor) };
+        }
+    }
+}
+
+/// Frees a tensor.
+///
+/// # Safety
+///
+/// It has to be the caller's, who does not use it any more.
+pub(crate) unsafe fn delete(tensor: Tensor) {
+    if let Some(api) = API.get() {
+        // SAFETY: as the caller says.
+        unsafe { (api.call.aoti_torch_delete_tensor_object)(tensor) };
+    }
+}
+
+/// A function of PyTorch's that not every version has.
+pub(crate) fn optional(name: &str) -> Option<*mut c_void> {
+    API.get().and_then(|api| symbol(api.library as *mut c_void, name))
+}
+
+/// The stack of a call from the dispatcher.
+struct Stack<'a> {
+    values: &'a [u64],
+    at: usize,
+    tensors: Tensors,
 }
 
 impl Stack<'_> {
@@ -249,44 +421,7 @@ impl Stack<'_> {
     }
 
     fn own(&mut self, tensor: Tensor) -> Raw {
-        self.inputs[self.counts.0] = tensor;
-        self.counts.0 += 1;
-        self.raw(tensor)
-    }
-
-    fn raw(&self, tensor: Tensor) -> Raw {
-        let call = &self.api.call;
-        let (mut data, mut rank, mut dtype) = (std::ptr::null_mut(), 0, 0);
-        let (mut sizes, mut strides) = (std::ptr::null(), std::ptr::null());
-        // SAFETY: a tensor that this call owns; sizes and strides live as long as it.
-        unsafe {
-            (call.aoti_torch_get_data_ptr)(tensor, &mut data);
-            (call.aoti_torch_get_dim)(tensor, &mut rank);
-            (call.aoti_torch_get_dtype)(tensor, &mut dtype);
-            (call.aoti_torch_get_sizes)(tensor, &mut sizes);
-            (call.aoti_torch_get_strides)(tensor, &mut strides);
-            let slice = |p: *const i64| match p.is_null() {
-                true => &[][..],
-                false => std::slice::from_raw_parts(p, rank as usize),
-            };
-            Raw::new(
-                data.cast(),
-                self.api.kind(dtype),
-                slice(sizes).iter().map(|&size| size as usize),
-                slice(strides).iter().map(|&stride| stride as isize),
-            )
-        }
-    }
-}
-
-impl Drop for Stack<'_> {
-    /// Frees what the call owns: all inputs, and outputs that nobody has taken.
-    fn drop(&mut self) {
-        let (inputs, outputs) = self.counts;
-        for &tensor in self.inputs[..inputs].iter().chain(&self.outputs[..outputs]) {
-            // SAFETY: owned by this call.
-            unsafe { (self.api.call.aoti_torch_delete_tensor_object)(tensor) };
-        }
+        self.tensors.own(tensor).unwrap_or_else(Raw::nothing)
     }
 }
 
@@ -304,7 +439,7 @@ impl Edge for Stack<'_> {
         // SAFETY: the cell of an optional value, which this call owns.
         let tensor = unsafe {
             let tensor = *cell as usize as Tensor;
-            (self.api.free)(cell.cast());
+            (self.tensors.api.free)(cell.cast());
             tensor
         };
         Some(self.own(tensor))
@@ -324,7 +459,7 @@ impl Edge for Stack<'_> {
 
     fn ints(&mut self) -> Vec<i64> {
         let list = self.next() as usize as List;
-        let (call, mut len) = (&self.api.call, 0);
+        let (call, mut len) = (&self.tensors.api.call, 0);
         // SAFETY: a list that this call owns, and its items.
         unsafe {
             (call.torch_list_size)(list, &mut len);
@@ -340,53 +475,7 @@ impl Edge for Stack<'_> {
     }
 
     fn output(&mut self, dtype: DType, shape: &[usize], strides: &[isize]) -> Result<Raw, Fault> {
-        let mut dims = [[0i64; fuselane::MAX_RANK]; 2];
-        dims[0].iter_mut().zip(shape).for_each(|(to, &from)| *to = from as i64);
-        dims[1].iter_mut().zip(strides).for_each(|(to, &from)| *to = from as i64);
-        let (rank, code, mut tensor) = (shape.len() as i64, self.api.code(dtype), std::ptr::null_mut());
-        let len = shape.iter().fold(1usize, |len, &size| len.saturating_mul(size));
-        let bytes = len.saturating_mul(dtype.size());
-        let failed = match self.api.from_blob {
-            Some(from_blob) if bytes >= FROM_POOL && fuselane::pool::limit() > 0 => {
-                let buffer = Box::new(Buffer::unfilled(dtype, &[len])?);
-                let data = buffer.view().as_ptr().cast_mut().cast();
-                let owner = Box::into_raw(buffer).cast();
-                let (sizes, strides) = (dims[0].as_ptr(), dims[1].as_ptr());
-                let (cpu, strided, none) = (self.api.cpu, self.api.strided, std::ptr::null());
-                // SAFETY: the buffer has the elements of this dense shape, and is dropped with the
-                // tensor.
-                let failed = unsafe {
-                    from_blob(
-                        data, rank, sizes, strides, 0, code, cpu, -1, &mut tensor, strided, none, 0,
-                        drop_buffer, owner,
-                    )
-                };
-                if failed != 0 {
-                    // SAFETY: nobody has taken it.
-                    unsafe { drop_buffer(data, owner) };
-                }
-                failed
-            }
-            // SAFETY: sizes and strides have this rank.
-            _ => unsafe {
-                (self.api.call.aoti_torch_empty_strided)(
-                    rank,
-                    dims[0].as_ptr(),
-                    dims[1].as_ptr(),
-                    code,
-                    self.api.cpu,
-                    -1,
-                    &mut tensor,
-                )
-            },
-        };
-        if failed != 0 {
-            let message = format!("PyTorch has no {bytes} bytes for a result");
-            return Err(Fault { kind: fault::Kind::Memory, message });
-        }
-        self.outputs[self.counts.1] = tensor;
-        self.counts.1 += 1;
-        Ok(self.raw(tensor))
+        self.tensors.output(dtype, shape, strides)
     }
 }
 
@@ -414,10 +503,8 @@ static BOXED: [Boxed; OPS.len()] = [
 unsafe extern "C-unwind" fn boxed<const OP: usize>(stack: *mut u64, inputs: u64, outputs: u64) {
     let Some(api) = API.get() else { return };
     // SAFETY: PyTorch passes a stack with room for all arguments, and for all results.
-    let stack = unsafe {
-        std::slice::from_raw_parts_mut(stack, inputs.max(outputs) as usize)
-    };
-    let message = call(api, OP, stack, inputs as usize).err();
+    let stack = unsafe { std::slice::from_raw_parts_mut(stack, inputs.max(outputs) as usize) };
+    let message = call(OP, stack, inputs as usize).err();
     if let Some(message) = message {
         // This throws a C++ exception, which passes through this function and no other of ours;
         // the message is copied before.
@@ -432,10 +519,9 @@ unsafe extern "C-unwind" fn boxed<const OP: usize>(stack: *mut u64, inputs: u64,
 }
 
 /// Runs an operator; an error is what PyTorch is to say.
-fn call(api: &'static Api, op: usize, stack: &mut [u64], inputs: usize) -> Result<(), String> {
-    let none = [std::ptr::null_mut(); MOST];
-    let values = &stack[..inputs];
-    let mut call = Stack { api, values, at: 0, inputs: none, outputs: none, counts: (0, 0) };
+fn call(op: usize, stack: &mut [u64], inputs: usize) -> Result<(), String> {
+    let Some(tensors) = Tensors::new() else { return Err("not registered".to_owned()) };
+    let mut call = Stack { values: &stack[..inputs], at: 0, tensors };
     let ran = catch_unwind(AssertUnwindSafe(|| (OPS[op].run)(&mut call)));
     let fault = match ran {
         Ok(Ok(())) => None,
@@ -447,7 +533,7 @@ fn call(api: &'static Api, op: usize, stack: &mut [u64], inputs: usize) -> Resul
         fault::keep(fault);
         return Err(message);
     }
-    let (results, count) = (call.outputs, std::mem::take(&mut call.counts.1));
+    let (results, count) = call.tensors.take_outputs();
     drop(call);
     for (value, &tensor) in stack.iter_mut().zip(&results[..count]) {
         *value = tensor as usize as u64;

@@ -189,7 +189,7 @@ def test_interpreter_exit():
         kept = [fuselane.act(x) for _ in range(3)]
         array = fuselane.act(x.detach().numpy())
         atexit.register(lambda: fuselane.act(x.detach()))
-        thread = threading.Thread(target=lambda: [fuselane.act(x.detach()) for _ in range(30)], daemon=True)
+        thread = threading.Thread(target=lambda: [fuselane.act(x.detach()) for _ in range(30)])
         thread.start()
         print("done")
     """

@@ -97,16 +97,17 @@ impl Layout {
     /// step over everything the smaller ones reach; this is exact for all views that permuting,
     /// slicing, splitting and reversing a dense tensor can make.
     fn overlaps_itself(&self) -> bool {
-        let mut dims: Vec<(usize, usize)> = self
-            .shape()
-            .iter()
-            .zip(self.strides())
-            .filter(|&(&size, _)| size > 1)
-            .map(|(&size, &stride)| (stride.unsigned_abs(), size))
-            .collect();
-        dims.sort_unstable();
+        let mut dims = [(0, 0); MAX_RANK];
+        let mut count = 0;
+        for (&size, &stride) in self.shape().iter().zip(self.strides()) {
+            if size > 1 {
+                dims[count] = (stride.unsigned_abs(), size);
+                count += 1;
+            }
+        }
+        dims[..count].sort_unstable();
         let mut reach = 0usize;
-        for (stride, size) in dims {
+        for &(stride, size) in &dims[..count] {
             if stride <= reach {
                 return true;
             }

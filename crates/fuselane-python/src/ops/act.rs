@@ -15,9 +15,10 @@ fn forward(edge: &mut dyn Edge) -> Result<(), Fault> {
     let (x, act) = (edge.tensor(), edge.int());
     let act = act_of(NAME, "act", act)?;
     let o = output_like(edge, check(NAME, "x", &x)?, &x)?;
-    threads::run(2 * x.bytes(), || {
-        Ok(act.forward_into(x.view(NAME, "x")?, o.view_mut(NAME, "o")?)?)
-    })
+    threads::run(
+        2 * x.bytes(),
+        || Ok(act.forward_into(x.view(NAME, "x")?, o.view_mut(NAME, "o")?)?),
+    )
 }
 
 fn backward(edge: &mut dyn Edge) -> Result<(), Fault> {

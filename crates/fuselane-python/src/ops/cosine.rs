@@ -36,10 +36,7 @@ fn options(call: &Checked) -> Cosine<'_> {
 }
 
 /// The shape of a tensor with another number of features.
-fn with_features(
-    tensor: &Raw,
-    features: impl FnOnce(usize) -> usize,
-) -> Result<Vec<usize>, Fault> {
+fn with_features(tensor: &Raw, features: impl FnOnce(usize) -> usize) -> Result<Vec<usize>, Fault> {
     let mut shape = tensor.shape().to_vec();
     match shape.last_mut() {
         Some(last) => *last = features(*last),

@@ -4,9 +4,7 @@ use fuselane::{
     GatePosition, Normalize, NormalizeBackward, NormalizeForward, Residual, WeightForm,
 };
 
-use super::{
-    Edge, Op, act_of, check, no_output, output, output_like, view, view_mut,
-};
+use super::{Edge, Op, act_of, check, no_output, output, output_like, view, view_mut};
 use crate::fault::Fault;
 use crate::raw::Raw;
 use crate::threads;
@@ -84,11 +82,12 @@ fn forward(edge: &mut dyn Edge, keeping: bool) -> Result<(), Fault> {
     }
     let tensors = 2 + [&residual, &gate, &sum].iter().filter(|t| t.is_some()).count();
     threads::run(tensors * x.bytes(), || {
-        let residual = match (view(NAME, "residual", &residual)?, view_mut(NAME, "residual_out", &sum)?) {
-            (Some(residual), Some(sum)) => Residual::AddInto(residual, sum),
-            (Some(residual), None) => Residual::Add(residual),
-            (None, _) => Residual::None,
-        };
+        let residual =
+            match (view(NAME, "residual", &residual)?, view_mut(NAME, "residual_out", &sum)?) {
+                (Some(residual), Some(sum)) => Residual::AddInto(residual, sum),
+                (Some(residual), None) => Residual::Add(residual),
+                (None, _) => Residual::None,
+            };
         let x = x.view(NAME, "x")?;
         Ok(options.forward_into(NormalizeForward {
             weight: view(NAME, "weight", &weight)?,

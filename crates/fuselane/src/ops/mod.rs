@@ -33,6 +33,9 @@ pub(crate) fn contiguous_last<'a, const I: usize>(
     }
     let one = (0..rank).rev().find(|&d| output.strides()[d] == 1 && output.shape()[d] > 1);
     let last = one.unwrap_or(rank - 1);
+    if last == rank - 1 {
+        return Ok((inputs, output, last));
+    }
     let mut order: Vec<usize> = (0..rank).filter(|&d| d != last).collect();
     order.push(last);
     for view in &mut inputs {

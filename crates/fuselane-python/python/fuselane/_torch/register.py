@@ -61,8 +61,41 @@ if "FUSELANE_NUM_THREADS" not in os.environ:
     _native.set_default_num_threads(torch.get_num_threads())
 
 
-def operator(name: str) -> Any:
-    return getattr(torch.ops.fuselane, name).default
+def _prepare_direct() -> bool:
+    """Whether plain calls can go past the dispatcher (torch 2.14 and newer)."""
+    if FALLBACK_REASON is not None or os.environ.get("FUSELANE_TORCH_DIRECT") == "0":
+        return False
+    try:
+        modes = torch._C._len_torch_dispatch_stack
+        levels = [torch._C._functorch.maybe_current_level, torch._C._get_tracing_state]
+        types = [torch.Tensor, torch.nn.Parameter]
+        if not _native.prepare_torch_call(types, torch.Tensor.is_neg, modes, levels):
+            return False
+        # While `torch.compile` traces, nothing goes past the dispatcher.
+        torch.compiler.substitute_in_graph(_native.torch_call)(lambda *arguments: None)
+    except AttributeError:  # a version without one of these
+        return False
+    return True
+
+
+#: Whether plain calls go past the dispatcher.
+DIRECT = _prepare_direct()
+
+_NUMBERS = {schema.partition("(")[0]: i for i, schema in enumerate(_native.schemas())}
+
+
+def operator(name: str) -> Callable[..., Any]:
+    """Calls an operator, by the shortest way that there is."""
+    overload = getattr(torch.ops.fuselane, name).default
+    if not DIRECT:
+        return overload
+    number, direct = _NUMBERS[name], _native.torch_call
+
+    def call(*arguments: Any) -> Any:
+        result = direct(number, *arguments)
+        return overload(*arguments) if result is None else result
+
+    return call
 
 
 def register_fake(name: str) -> Callable[[Any], Any]:
