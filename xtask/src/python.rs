@@ -62,8 +62,8 @@ pub(crate) fn build_wheel() -> Result<(), String> {
     maturin.args(["-E", "-s", "-m", "maturin", "build", "--release"]);
     maturin.args(["--manifest-path", "crates/fuselane-python/Cargo.toml", "--out"]).arg(&wheels);
     maturin.arg("--interpreter").arg(&python);
-    // What the other steps have compiled is used again.
-    maturin.env("CARGO_TARGET_DIR", target());
+    // So that the core, which takes a minute, is the one that the step of the Rust tests has compiled.
+    maturin.args(["--features", "as-in-tests"]).env("CARGO_TARGET_DIR", target());
     show(&mut maturin, "maturin could not build the wheel, see above")?;
     println!("{}", wheel()?.display());
     Ok(())
