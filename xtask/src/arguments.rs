@@ -7,11 +7,14 @@ Usage: cargo xtask <COMMAND>
 Commands:
   test [--large]  Run every test of the workspace: the Rust tests, those in the
                   documentation, the examples, `fuselane check`, and the Python
-                  tests. Installs what they need where it is missing: Chromium
-                  (Debian, as root), and PyTorch and JAX in a cache folder
-                  (about 3 GB, once).
+                  tests, those of the Python package with the wheel of it.
+                  Installs what they need where it is missing: Chromium (Debian,
+                  as root), and PyTorch, JAX and others in a cache folder (about
+                  3 GB, once).
                   --large adds the tests of tensors above 2^31 elements; they
                   need tens of gigabytes of memory.
+  wheel           Build the Python package and print the path of its wheel, in
+                  target/wheels. Installs maturin in the target folder.
   ci              What has to pass before a merge: formatting, clippy,
                   documentation, then `test`.
 
@@ -26,6 +29,7 @@ passed, 1 when one failed, 2 when the command line is wrong.";
 pub(crate) enum Command {
     Help,
     Test { large: bool },
+    Wheel,
     Ci,
 }
 
@@ -38,6 +42,7 @@ pub(crate) fn parse(arguments: impl Iterator<Item = String>) -> Result<Command, 
     let (name, rest) = arguments.split_first().ok_or("a command is missing")?;
     let mut command = match name.as_str() {
         "test" => Command::Test { large: false },
+        "wheel" => Command::Wheel,
         "ci" => Command::Ci,
         _ => return Err(format!("unknown command `{name}`")),
     };
@@ -62,12 +67,13 @@ mod tests {
     fn commands() {
         assert_eq!(parse_line("test"), Ok(Command::Test { large: false }));
         assert_eq!(parse_line("test --large"), Ok(Command::Test { large: true }));
+        assert_eq!(parse_line("wheel"), Ok(Command::Wheel));
         assert_eq!(parse_line("ci"), Ok(Command::Ci));
     }
 
     #[test]
     fn help_wins() {
-        for line in ["--help", "-h", "test --help", "test --large -h", "ci --help"] {
+        for line in ["--help", "-h", "test --help", "test --large -h", "wheel -h", "ci --help"] {
             assert_eq!(parse_line(line), Ok(Command::Help), "{line}");
         }
     }
@@ -80,6 +86,7 @@ mod tests {
             ("--large", "`--large`"),
             ("test large", "`large`"),
             ("test --larger", "`--larger`"),
+            ("wheel --large", "`--large`"),
             ("ci --large", "`--large`"),
             ("ci test", "`test`"),
         ] {
@@ -90,7 +97,7 @@ mod tests {
 
     #[test]
     fn usage_names_every_command() {
-        for name in ["test [--large]", "ci ", "--help"] {
+        for name in ["test [--large]", "wheel ", "ci ", "--help"] {
             assert!(USAGE.contains(name), "{name}");
         }
     }

@@ -3,6 +3,8 @@
 //! It depends on nothing but std, so that it builds in a second.
 
 mod arguments;
+mod folders;
+mod python;
 mod steps;
 
 use std::process::ExitCode;
@@ -23,6 +25,7 @@ fn main() -> ExitCode {
             return ExitCode::SUCCESS;
         }
         Command::Test { large } => steps::test(large),
+        Command::Wheel => Ok(steps::wheel()),
         Command::Ci => steps::ci(),
     };
     match steps {

@@ -5,13 +5,17 @@
 //! all kinds run again in the `test` profile, which is optimised too but checks arithmetic for
 //! overflow.
 //!
-//! Two steps install what tests need and a machine may lack: a browser for the report's tests, and
-//! the Python libraries that the benchmarks compare with. Both do nothing where it is there.
+//! Some steps install what tests need and a machine may lack: a browser for the report's tests, the
+//! Python libraries that the benchmarks compare with, and what the tests of the Python package need
+//! beside these. They do nothing where it is there.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
+
+use crate::folders::{built, root};
+use crate::python;
 
 /// What a step calls.
 #[derive(Debug)]
@@ -21,11 +25,15 @@ enum Program {
     Built(PathBuf),
     /// The Python that `fuselane setup-peers` has set up.
     PeersPython,
+    /// The Python that the tests of the Python package run in, with the wheel that was built.
+    TestsPython,
     /// A shell command, unless this program is there already.
     ShellUnless(&'static str),
+    /// Something that is done in here.
+    Here(fn() -> Result<(), String>),
 }
 
-/// One call of a program.
+/// One call of a program, or of a function.
 #[derive(Debug)]
 pub(crate) struct Step {
     name: String,
@@ -51,46 +59,48 @@ impl Step {
         Self { program: Program::Built(PathBuf::from(program)), ..Self::new(name, arguments) }
     }
 
+    /// A function of ours; `line` says what it does.
+    fn here(name: &str, function: fn() -> Result<(), String>, line: &str) -> Self {
+        Self { program: Program::Here(function), ..Self::new(name, line) }
+    }
+
+    /// A call of Python that imports the package from the wheel.
+    fn with_package(name: &str, arguments: &str) -> Self {
+        Self { program: Program::TestsPython, ..Self::new(name, arguments) }
+    }
+
     /// The command as one would type it.
     fn line(&self) -> String {
         let variable = self.environment.map(|(k, v)| format!("{k}=\"{v}\" ")).unwrap_or_default();
         let program = match &self.program {
             Program::Cargo => "cargo".to_owned(),
             Program::Built(path) => Path::new("target/release").join(path).display().to_string(),
-            Program::PeersPython => "python".to_owned(),
+            Program::PeersPython | Program::TestsPython => "python".to_owned(),
             Program::ShellUnless(_) => "sh".to_owned(),
+            Program::Here(_) => String::new(),
         };
-        format!("{variable}{program} {}", self.arguments.join(" ")).trim_end().to_owned()
+        format!("{variable}{program} {}", self.arguments.join(" ")).trim().to_owned()
     }
 
-    /// The command; none where there is nothing to do.
-    fn command(&self) -> std::io::Result<Option<Command>> {
+    /// Does it, and tells whether it passed.
+    fn run(&self) -> Result<bool, String> {
         let mut command = match &self.program {
             Program::Cargo => {
                 Command::new(std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo")))
             }
             Program::Built(path) => Command::new(built(path)),
-            Program::PeersPython => Command::new(peers_python()?),
-            Program::ShellUnless(there) if is_on_path(there) => return Ok(None),
+            Program::PeersPython => Command::new(python::peers_python()?),
+            Program::TestsPython => python::tests_python()?,
+            Program::ShellUnless(there) if is_on_path(there) => return Ok(true),
             Program::ShellUnless(_) => Command::new("sh"),
+            Program::Here(function) => return function().map(|()| true),
         };
         command.args(&self.arguments).envs(self.environment).current_dir(root());
-        Ok(Some(command))
+        match command.status() {
+            Ok(status) => Ok(status.success()),
+            Err(error) => Err(format!("cannot start it: {error}")),
+        }
     }
-}
-
-/// A program of the release build.
-fn built(program: &Path) -> PathBuf {
-    target().join("release").join(program)
-}
-
-/// The Python with the libraries that benchmarks compare with.
-fn peers_python() -> std::io::Result<PathBuf> {
-    let program = format!("fuselane{}", std::env::consts::EXE_SUFFIX);
-    let output = Command::new(built(Path::new(&program)))
-        .args(["setup-peers", "--print-python"])
-        .output()?;
-    Ok(PathBuf::from(String::from_utf8_lossy(&output.stdout).trim()))
 }
 
 fn is_on_path(program: &str) -> bool {
@@ -108,6 +118,11 @@ const INSTALL_BROWSER: &str = "\
 pub(crate) fn test(large: bool) -> std::io::Result<Vec<Step>> {
     let examples = examples(&root().join("crates/fuselane/examples"))?;
     Ok(test_steps(&examples, large))
+}
+
+/// The steps of `cargo xtask wheel`.
+pub(crate) fn wheel() -> Vec<Step> {
+    vec![Step::here("wheel", python::build_wheel, "maturin build --release")]
 }
 
 /// The steps of `cargo xtask ci`.
@@ -154,6 +169,7 @@ fn test_steps(examples: &[String], large: bool) -> Vec<Step> {
         "tests with peers",
         "test --release --package fuselane-bench --features fuselane/ndarray --test peers -- --ignored",
     ));
+    steps.extend(python_package_steps());
     for example in examples {
         steps.push(Step::built(&format!("example {example}"), &format!("examples/{example}"), ""));
     }
@@ -166,6 +182,27 @@ fn test_steps(examples: &[String], large: bool) -> Vec<Step> {
             "test --release --package fuselane --all-features --tests -- --ignored --test-threads=1",
         ));
     }
+    steps
+}
+
+/// The Python package, as its users get it: from the wheel.
+fn python_package_steps() -> Vec<Step> {
+    let mut steps = vec![Step::here(
+        "Python environment",
+        python::set_up_tests,
+        "pip install -r crates/fuselane-python/tests/requirements.txt",
+    )];
+    steps.extend(wheel());
+    steps.push(Step::here("Python package", python::install_wheel, "pip install target/wheels/*"));
+    steps.push(Step::with_package(
+        "Python package tests",
+        "-m pytest -p no:cacheprovider crates/fuselane-python/tests",
+    ));
+    steps.push(Step::with_package(
+        "Python documentation",
+        "-m pytest -p no:cacheprovider --doctest-modules --pyargs fuselane",
+    ));
+    // Examples in Python go here, as `Step::with_package("example name", "path/of/name.py")`.
     steps
 }
 
@@ -191,12 +228,8 @@ pub(crate) fn run(steps: &[Step]) -> bool {
     for (index, step) in steps.iter().enumerate() {
         eprintln!("\n==> [{}/{}] {}: {}", index + 1, steps.len(), step.name, step.line());
         let start = Instant::now();
-        let status = step.command().and_then(|command| match command {
-            Some(mut command) => command.status().map(|status| status.success()),
-            None => Ok(true),
-        });
-        let passed = status.unwrap_or_else(|error| {
-            eprintln!("xtask: cannot start it: {error}");
+        let passed = step.run().unwrap_or_else(|error| {
+            eprintln!("xtask: {error}");
             false
         });
         results.push((step.name.as_str(), start.elapsed(), passed));
@@ -223,21 +256,6 @@ fn summary(results: &[(&str, Duration, bool)]) -> String {
     };
     text += &line("total", results.iter().map(|&(_, time, _)| time).sum(), &verdict);
     text
-}
-
-/// The folder that cargo builds into.
-fn target() -> PathBuf {
-    match std::env::var_os("CARGO_TARGET_DIR") {
-        Some(folder) => root().join(folder),
-        None => root().join("target"),
-    }
-}
-
-/// The workspace's root: the folder above this crate's, which cargo tells when it runs us.
-fn root() -> PathBuf {
-    let here = std::env::var_os("CARGO_MANIFEST_DIR");
-    let here = here.map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
-    here.parent().map_or_else(|| here.clone(), Path::to_path_buf)
 }
 
 #[cfg(test)]
@@ -269,8 +287,33 @@ mod tests {
     }
 
     #[test]
-    fn the_root_is_the_workspace() {
-        assert!(root().join("Cargo.lock").is_file());
+    fn the_wheel_is_built_and_installed_before_it_is_tested() {
+        let steps = test_steps(&[], false);
+        let place = |name: &str| steps.iter().position(|step| step.name == name).unwrap();
+        let order = [
+            "Python libraries", // which the environment sees
+            "Python environment",
+            "wheel",
+            "Python package",
+            "Python package tests",
+            "Python documentation",
+        ];
+        assert!(order.map(place).is_sorted());
+        let line = steps[place("Python package tests")].line();
+        assert!(line.starts_with("python -m pytest "), "{line}");
+    }
+
+    #[test]
+    fn a_step_in_here_gives_its_fault() {
+        let fails = || Err("no wheel".to_owned());
+        assert_eq!(Step::here("a", fails, "").run(), Err("no wheel".to_owned()));
+        assert!(!run(&[Step::here("a", fails, ""), Step::here("b", || Ok(()), "")]));
+        assert!(run(&[Step::here("b", || Ok(()), "")]));
+        assert_eq!(Step::here("b", || Ok(()), "pip install it").line(), "pip install it");
+    }
+
+    #[test]
+    fn examples_may_be_missing() {
         assert!(examples(&root().join("no such folder")).unwrap().is_empty());
     }
 
