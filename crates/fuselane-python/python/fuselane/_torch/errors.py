@@ -22,6 +22,11 @@ def translated(error: RuntimeError, operator: str, **tensors: Any) -> Exception:
             check(operator, **{name: tensor})
         except (TypeError, ValueError) as found:
             return found
+    if "setup_context" in str(error):
+        return NotImplementedError(
+            f"{operator}: called within a transform of torch.func (vmap, grad, jvp), expected a call "
+            "outside of them"
+        )
     return _native.take_error() or error
 
 

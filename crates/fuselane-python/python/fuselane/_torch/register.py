@@ -81,15 +81,37 @@ def _prepare_direct() -> bool:
 #: Whether plain calls go past the dispatcher.
 DIRECT = _prepare_direct()
 
-_NUMBERS = {schema.partition("(")[0]: i for i, schema in enumerate(_native.schemas())}
+#: Calls an operator by its number; None where the dispatcher has to.
+direct: Callable[..., Any] = _native.torch_call if DIRECT else lambda *arguments: None
+
+#: The number of each operator.
+NUMBERS = {schema.partition("(")[0]: i for i, schema in enumerate(_native.schemas())}
+
+
+def dispatched(name: str) -> Callable[..., Any]:
+    """An operator in PyTorch's dispatcher, which refuses what would lose a gradient there."""
+    overload = getattr(torch.ops.fuselane, name).default
+
+    def call(*arguments: Any) -> Any:
+        if not torch.compiler.is_compiling() and _transform_level() is not None:
+            raise NotImplementedError(
+                f"{name}: called within a transform of torch.func (vmap, grad, jvp), expected a call "
+                "outside of them"
+            )
+        return overload(*arguments)
+
+    return call
+
+
+_transform_level = torch._C._functorch.maybe_current_level
 
 
 def operator(name: str) -> Callable[..., Any]:
     """Calls an operator, by the shortest way that there is."""
-    overload = getattr(torch.ops.fuselane, name).default
+    overload = dispatched(name)
     if not DIRECT:
         return overload
-    number, direct = _NUMBERS[name], _native.torch_call
+    number = NUMBERS[name]
 
     def call(*arguments: Any) -> Any:
         result = direct(number, *arguments)
