@@ -70,9 +70,12 @@ mod _native {
         Ok(threads::set_count(n)?)
     }
 
+    /// Names a function that tells how many threads to use, as long as nobody has said.
     #[pyfunction]
-    fn set_default_num_threads(n: usize) {
-        threads::set_default_count(n);
+    fn follow_num_threads(ask: Py<PyAny>) {
+        threads::follow(move || {
+            Python::attach(|py| ask.bind(py).call0().and_then(|n| n.extract()).unwrap_or(1))
+        });
     }
 
     #[pyfunction]

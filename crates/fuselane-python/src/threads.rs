@@ -2,7 +2,7 @@
 //! a forked child makes anew.
 
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -14,6 +14,9 @@ const WORTH_ENTERING: usize = 1 << 20;
 
 /// How many threads; 0 before anybody has said.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
+
+/// Who is asked as long as that is so.
+static ASK: OnceLock<Box<dyn Fn() -> usize + Send + Sync>> = OnceLock::new();
 
 /// Made at the first large call. Behind a pointer, so that a forked child can leave its parent's,
 /// which has no threads there and whose lock may be held for ever.
@@ -36,19 +39,26 @@ fn pool() -> MutexGuard<'static, Option<Arc<ThreadPool>>> {
     unsafe { &*cell }.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How many threads large calls use.
+/// How many threads large calls use: what somebody has said, or what PyTorch uses now.
 pub(crate) fn count() -> usize {
     match COUNT.load(Ordering::Relaxed) {
         0 => {
             let variable = |name| std::env::var(name).ok().and_then(|text| text.parse().ok());
-            let named = ["FUSELANE_NUM_THREADS", "OMP_NUM_THREADS"].into_iter().find_map(variable);
+            if let Some(count) = variable("FUSELANE_NUM_THREADS").filter(|&n| n > 0) {
+                COUNT.store(count, Ordering::Relaxed);
+                return count;
+            }
             let all = || std::thread::available_parallelism().map_or(1, usize::from);
-            let count = named.filter(|&n| n > 0).unwrap_or_else(all);
-            COUNT.store(count, Ordering::Relaxed);
-            count
+            ASK.get().map_or_else(all, |ask| ask()).max(1)
         }
         count => count,
     }
+}
+
+/// Names who is asked how many, as long as nobody has said. The two libraries work in turns, so that as
+/// many as PyTorch uses is never too many; its workers, for instance, use one each.
+pub(crate) fn follow(ask: impl Fn() -> usize + Send + Sync + 'static) {
+    let _ = ASK.set(Box::new(ask));
 }
 
 /// Sets how many; calls that run go on with what they have.
@@ -57,13 +67,7 @@ pub(crate) fn set_count(threads: usize) -> Result<(), Fault> {
         return Err(Fault::value("set_num_threads: n is 0, expected at least 1"));
     }
     COUNT.store(threads, Ordering::Relaxed);
-    *pool() = None;
     Ok(())
-}
-
-/// Sets how many, unless somebody has said so before.
-pub(crate) fn set_default_count(threads: usize) {
-    let _ = COUNT.compare_exchange(0, threads.max(1), Ordering::Relaxed, Ordering::Relaxed);
 }
 
 /// Runs a call whose operands have this many bytes.
@@ -72,10 +76,11 @@ pub(crate) fn run<R: Send>(bytes: usize, call: impl FnOnce() -> R + Send) -> R {
         return call();
     }
     let pool = {
+        let count = count(); // before the lock, since it may ask Python
         let mut cell = pool();
-        if cell.is_none() {
+        if cell.as_ref().is_none_or(|pool| pool.current_num_threads() != count) {
             let name = |i| format!("fuselane-{i}");
-            let built = ThreadPoolBuilder::new().num_threads(count()).thread_name(name).build();
+            let built = ThreadPoolBuilder::new().num_threads(count).thread_name(name).build();
             *cell = built.ok().map(Arc::new);
         }
         cell.clone()

@@ -90,6 +90,7 @@ functions! {
     aoti_torch_dtype_bool: fn() -> i32,
     aoti_torch_dtype_complex64: fn() -> i32,
     aoti_torch_dtype_complex128: fn() -> i32,
+    torch_get_num_threads: fn(*mut u32) -> Code,
     torch_list_size: fn(List, *mut usize) -> Code,
     torch_list_get_item: fn(List, usize, *mut u64) -> Code,
     torch_delete_list: fn(List) -> Code,
@@ -188,6 +189,12 @@ pub(crate) fn register(library: &str) -> Result<(), String> {
         return Err("the library is not loaded".to_owned());
     }
     let api = API.get_or_init_fallible(|| Api::find(library))?;
+    crate::threads::follow(|| {
+        let mut count = 1;
+        // SAFETY: room for the answer.
+        unsafe { (api.call.torch_get_num_threads)(&mut count) };
+        count as usize
+    });
     let file = c"fuselane";
     let done = |code: Code, what: &str| match code {
         0 => Ok(()),

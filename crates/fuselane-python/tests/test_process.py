@@ -48,7 +48,10 @@ def test_results_do_not_depend_on_threads(threads):
 def test_default_threads():
     code = "import torch; torch.set_num_threads(3); import fuselane; print(fuselane.get_num_threads())"
     assert run(code) == "3"
+    code = "import torch, fuselane; torch.set_num_threads(4); print(fuselane.get_num_threads())"
+    assert run(code) == "4"
     assert run(code, FUSELANE_NUM_THREADS="5") == "5"
+    assert run(code, FUSELANE_TORCH_FALLBACK="1") == "4"
 
 
 def test_many_python_threads():

@@ -63,7 +63,7 @@ def get_num_threads() -> int:
     """How many threads a large call uses.
 
     That is what :func:`set_num_threads` said last; before, ``FUSELANE_NUM_THREADS`` of the
-    environment, or as many as PyTorch uses, or all that the process may have.
+    environment, or as many as PyTorch uses at the time, or all that the process may have.
 
     Example:
         >>> import fuselane

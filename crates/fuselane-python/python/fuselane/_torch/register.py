@@ -56,9 +56,9 @@ LIBRARY = torch.library.Library("fuselane", "FRAGMENT")
 #: None where kernels are called from PyTorch without Python in between, else why they are not.
 FALLBACK_REASON = _define()
 
-# As many threads as PyTorch has, unless somebody has said otherwise: the two work in turns.
-if "FUSELANE_NUM_THREADS" not in os.environ:
-    _native.set_default_num_threads(torch.get_num_threads())
+if FALLBACK_REASON is not None:
+    # The fast way asks by itself.
+    _native.follow_num_threads(torch.get_num_threads)
 
 
 def _prepare_direct() -> bool:
