@@ -54,8 +54,11 @@ def test_what_is_in_it() -> None:
         names = wheel.namelist()
     assert "fuselane/__init__.py" in names
     assert "fuselane/py.typed" in names
-    native = [name for name in names if name.startswith("fuselane/_native")]
+    native = [name for name in names if name.startswith("fuselane/_native.") and name[-4:] != ".pyi"]
     assert len(native) == 1, native
+    assert "fuselane/_native.pyi" in names
+    assert [name for name in names if name.endswith("LICENSE-MIT")]
+    assert not [name for name in names if "sbom" in name], "these name the folder of the build"
     folders = {name.split("/")[0].split("-")[0] for name in names}
     assert folders == {"fuselane"}, names
     assert not [name for name in names if "__pycache__" in name or "test" in name]
