@@ -27,6 +27,12 @@ def is_tensor(x: object) -> bool:
     return Tensor is _Nothing and "torch" in sys.modules and load() and isinstance(x, Tensor)
 
 
+def shape_of(x: Any) -> Any:
+    """The shape of a tensor or array; None if it is neither."""
+    # Tracing does not like a look for what may not be there.
+    return x.shape if isinstance(x, Tensor) else getattr(x, "shape", None)
+
+
 def load() -> bool:
     """Defines the operators in PyTorch, if it is there."""
     global Tensor, torch

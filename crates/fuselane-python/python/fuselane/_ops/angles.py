@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import _backend
 from .._names import ACTS, SOFTMAX_FEATURES, SOFTMAX_SEQUENCE, unknown
 from ..theta import AngleTable
 
@@ -29,7 +30,7 @@ def arguments_of(
         unknown(operator, "layout", layout, ["bnhd", "bhnd"])
     heads_first = layout == "bhnd"
     table = theta.number if isinstance(theta, AngleTable) else 0
-    size = getattr(x, "shape", None)
+    size = _backend.shape_of(x)
     if size is not None and len(size) != 4:
         raise ValueError(f"{operator}: x has shape {tuple(size)}, expected 4 dimensions ({layout})")
     grid = [] if shape is None else [shape] if isinstance(shape, int) else list(shape)

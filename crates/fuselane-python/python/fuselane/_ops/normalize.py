@@ -66,7 +66,7 @@ def normalize(
         unknown("normalize", "gate_pos", gate_pos, ["pre", "post"])
     if scale is None:
         # Groups that do not divide are refused by the operator.
-        shape = getattr(x, "shape", None) or (1,)
+        shape = _backend.shape_of(x) or (1,)
         scale = c / math.sqrt(max(shape[-1] // max(num_groups, 1), 1))
     options = (
         act_number("normalize", "gate_act", gate_act),

@@ -10,6 +10,7 @@ from typing import Any, Callable
 import torch
 
 from .. import _native
+from . import layout
 
 if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 4):
     raise ImportError(f"fuselane needs torch 2.4 or newer, and this is {torch.__version__}")
@@ -30,6 +31,7 @@ def _python_kernel(name: str) -> Callable[..., Any]:
         return argument
 
     def kernel(*arguments: Any) -> Any:
+        arguments = layout.arranged(name, arguments)
         blocks = _native.call(name, [describe(argument) for argument in arguments])
         results = tuple(torch.from_dlpack(block) for block in blocks)
         return results if len(results) > 1 else results[0]
@@ -44,6 +46,7 @@ def _define() -> str | None:
     else:
         reason = _native.register_torch(_library())
     if reason is not None:
+        layout.kernels_arrange = True
         for schema in _native.schemas():
             name = schema.partition("(")[0]
             LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
