@@ -11,6 +11,7 @@ use std::sync::OnceLock;
 
 use fuselane::DType;
 use pyo3::ffi;
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyTuple};
 
@@ -35,6 +36,8 @@ struct Direct {
     is_neg: Py<PyAny>,
     /// How many modes watch operators; 0 is none.
     modes: Py<PyAny>,
+    /// `torch.autograd.profiler`, which knows whether one runs.
+    profiler: Py<PyAny>,
     /// The level of `torch.func`, and the state of tracing; None is none.
     levels: [Py<PyAny>; 2],
 }
@@ -47,6 +50,7 @@ pub(crate) fn prepare_torch_call(
     types: [Py<PyAny>; 2],
     is_neg: Py<PyAny>,
     modes: Py<PyAny>,
+    profiler: Py<PyAny>,
     levels: [Py<PyAny>; 2],
 ) -> bool {
     let found = ["torch_tensor_from_pyobject\0", "torch_tensor_to_pyobject\0"].map(torch::optional);
@@ -58,7 +62,8 @@ pub(crate) fn prepare_torch_call(
             std::mem::transmute::<*mut c_void, ToPython>(to_python),
         )
     };
-    DIRECT.get_or_init(|| Direct { from_python, to_python, types, is_neg, modes, levels });
+    let direct = Direct { from_python, to_python, types, is_neg, modes, profiler, levels };
+    DIRECT.get_or_init(|| direct);
     true
 }
 
@@ -213,7 +218,9 @@ pub(crate) fn torch_call<'py>(
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let Some(direct) = DIRECT.get() else { return Ok(None) };
     let op = &OPS[arguments.get_borrowed_item(0)?.extract::<usize>()?.min(OPS.len() - 1)];
-    if direct.modes.bind(py).call0()?.extract::<i64>()? != 0 {
+    if direct.modes.bind(py).call0()?.is_truthy()?
+        || direct.profiler.bind(py).getattr(intern!(py, "_is_profiler_enabled"))?.is_truthy()?
+    {
         return Ok(None);
     }
     for level in &direct.levels {

@@ -204,6 +204,9 @@ def test_subclasses_and_modes_see_operators():
     with Watch():
         fuselane.act(torch.randn(3))
     assert "fuselane.act.default" in seen
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fuselane.act(torch.randn(3))
+    assert "fuselane::act" in [event.key for event in profile.key_averages()]
 
 
 def test_jit_trace_sees_operators():

@@ -55,6 +55,7 @@ def prepare_torch_call(
     types: Sequence[type],
     is_neg: Callable[[Any], bool],
     modes: Callable[[], int],
+    profiler: Any,
     levels: Sequence[Callable[[], Any]],
 ) -> bool: ...
 def register_torch(library: str) -> str | None: ...

@@ -31,19 +31,18 @@ def act(x: Any, act: str = "silu", dim: int | None = None) -> Any:
         >>> fuselane.act(torch.tensor([[0.0, 0.0]]), "softmax", dim=-1)
         tensor([[0.5000, 0.5000]])
     """
-    if dim is not None or act == "softmax":
-        return _softmax(x, act, dim)
-    number = ACTS.get(act)
-    if number is None:
-        act_number("act", "act", act)
-    if number == 0:
-        return x
+    number = ACTS.get(act) if dim is None else None
+    if not number:
+        return x if number == 0 else _softmax(x, act, dim)
     if isinstance(x, _backend.Tensor) or _backend.is_tensor(x):
         return _backend.torch.act(x, number)
     return _arrays.call("act", "act", [x, number], x)[0]
 
 
 def _softmax(x: Any, act: str, dim: int | None) -> Any:
+    """What is no elementwise activation has to be a softmax, or an error."""
+    if dim is None and act != "softmax":
+        act_number("act", "act", act)
     if act not in ("softmax", "silu"):  # silu is the default, not a choice
         unknown("act", "act", f"{act}, with dim", ["softmax"])
     if dim is None:

@@ -69,10 +69,11 @@ def _prepare_direct() -> bool:
     if FALLBACK_REASON is not None or os.environ.get("FUSELANE_TORCH_DIRECT") == "0":
         return False
     try:
-        modes = torch._C._len_torch_dispatch_stack
+        modes, profiler = torch._C._len_torch_dispatch_stack, torch.autograd.profiler
+        profiler._is_profiler_enabled  # noqa: B018: has to be there
         levels = [torch._C._functorch.maybe_current_level, torch._C._get_tracing_state]
         types = [torch.Tensor, torch.nn.Parameter]
-        if not _native.prepare_torch_call(types, torch.Tensor.is_neg, modes, levels):
+        if not _native.prepare_torch_call(types, torch.Tensor.is_neg, modes, profiler, levels):
             return False
         # While `torch.compile` traces, nothing goes past the dispatcher.
         torch.compiler.substitute_in_graph(_native.torch_call)(lambda *arguments: None)
