@@ -39,7 +39,8 @@ NORMS = {"Llama": 5, "Mistral": 5, "Qwen2": 5, "Qwen3": 9, "Gemma": 5, "Gemma2":
 
 def config(family: str, **options):
     if family in ("Gemma2", "Gemma3"):
-        options = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, **options}
+        types = ["sliding_attention", "full_attention"]
+        options = {"layer_types": types, "sliding_window": 8, **options}
     if family == "Mistral":
         options = {"sliding_window": 8, **options}
     name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
@@ -421,7 +422,8 @@ def test_kinds_of_rotary_embeddings(name, caplog):
 
 
 @pytest.mark.parametrize(
-    "name", ["silu", "swish", "gelu", "gelu_new", "gelu_python", "gelu_pytorch_tanh", "relu", "relu2"]
+    "name",
+    ["silu", "swish", "gelu", "gelu_new", "gelu_python", "gelu_pytorch_tanh", "relu", "relu2"],
 )
 def test_activations(name):
     model, ids = make("Llama", hidden_act=name), tokens()
@@ -502,7 +504,11 @@ def test_positions_of_all_kinds():
 
 def test_errors(monkeypatch):
     bert = transformers.BertConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=9
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        vocab_size=9,
     )
     families = "Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2 or Gemma3"
     with pytest.raises(ValueError, match=f"nothing to swap in BertModel.*{families}"):
@@ -528,7 +534,8 @@ def test_errors(monkeypatch):
 
 def test_benchmark_runs():
     sizes = ["--hidden", "32", "--layers", "1", "--batch", "1", "--length", "8", "--vocab", "32"]
-    command = [sys.executable, "-m", "fuselane.transformers", *sizes, "--repeats", "1", "--no-compile"]
+    options = [*sizes, "--repeats", "1", "--no-compile"]
+    command = [sys.executable, "-m", "fuselane.transformers", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "patched" in done.stdout and "bfloat16" in done.stdout

@@ -22,7 +22,7 @@ import functools
 import importlib
 import logging
 import weakref
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Iterator, NamedTuple, TypeVar
 
 import torch
 
@@ -127,9 +127,8 @@ def _patch_model(model: Any, options: dict[str, bool]) -> None:
     )
 
 
-def _candidates(model: Any) -> list[tuple[str, str, Any, Any]]:
+def _candidates(model: Any) -> Iterator[tuple[str, str, Any, Any]]:
     """(name, kind, module, parent) of all layers that look as if they could be swapped."""
-    found = []
     for path, parent in model.named_modules():
         for name, module in parent.named_children():
             if isinstance(module, Fused):
@@ -143,21 +142,21 @@ def _candidates(model: Any) -> list[tuple[str, str, Any, Any]]:
                 kind = "rotary"
             else:
                 continue
-            found.append((f"{path}.{name}" if path else name, kind, module, parent))
-    return found
+            yield f"{path}.{name}" if path else name, kind, module, parent
 
 
 def _patch_class(cls: type, options: dict[str, bool]) -> None:
     if not issubclass(cls, torch.nn.Module):
-        raise TypeError(f"patch: got the class {cls.__name__}, expected a model or a class of models")
+        raise TypeError(f"patch: got the class {cls.__name__}, expected a model or a class of them")
     if not any(base.__module__ in FAMILIES for base in cls.__mro__):
         raise ValueError(
-            f"patch: nothing to swap in {cls.__name__}, expected a class of {_families()}; of a model "
-            "that holds one of these, patch the instance"
+            f"patch: nothing to swap in {cls.__name__}, expected a class of {_families()}; "
+            "of a model that holds one of these, patch the instance"
         )
     if cls.forward is torch.nn.Module.forward:
         raise ValueError(
-            f"patch: {cls.__name__} is only a base of models, expected a class such as LlamaForCausalLM"
+            f"patch: {cls.__name__} is only a base of models, "
+            "expected a class such as LlamaForCausalLM"
         )
     if cls in _OPTIONS:
         old = _OPTIONS[cls]

@@ -1,7 +1,7 @@
 """Measures the step time of a small Llama, as it is and patched, in eager mode and compiled.
 
-All variants run in turns in one process, so that what else the machine does meets all of them alike;
-medians are reported.
+All variants run in turns in one process, so that what else the machine does meets all of them
+alike; medians are reported.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def arguments() -> argparse.Namespace:
         description=__doc__.partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--hidden", type=int, default=256, help="features; heads have 64 each")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512, help="features; heads have 64 each")
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each variant")

@@ -2,7 +2,8 @@
 
 A layer is swapped by giving it another class, one that inherits from its own and has another
 `forward`. So its parameters, buffers, hooks and place in the model stay as they are, `isinstance`
-holds, a copy or a pickle of the model keeps the swap, and to swap back is to give it its class back.
+holds, a copy or a pickle of the model keeps the swap, and to swap back is to give it its class
+back.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class RmsNorm(Fused):
         weight = self.weight  # type: ignore[attr-defined]
         eps = getattr(self, self.eps_name)
         if x.dtype != weight.dtype and not self.one_plus_weight:
-            # A weight that is wider than x (as within autocast) widens the result; but not in Gemma.
+            # A weight wider than x (as within autocast) widens the result; but not in Gemma.
             x = x.to(torch.promote_types(x.dtype, weight.dtype))
         return rms_norm(x, weight, eps=eps, one_plus_weight=self.one_plus_weight)
 
@@ -108,9 +109,13 @@ def reason_to_skip(kind: str, module: Any, parent: Any) -> str | None:
     if "forward" in vars(module):
         return "its forward is replaced by somebody else"
     if kind == "activation":
-        tensors = parent.parameters()
+        tensors = [*parent.parameters()]
     else:
         tensors = [*module.parameters(), *module.buffers()]
+        for tensor in tensors:
+            # Such as those that are spread over several processes.
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                return f"has a {type(tensor).__name__}"
     for tensor in tensors:
         # Weights that are yet to be loaded are on the device meta.
         if tensor.device.type not in ("cpu", "meta"):
@@ -130,9 +135,10 @@ def reason_to_skip(kind: str, module: Any, parent: Any) -> str | None:
 def _reason_to_skip_rotary(module: Any, parent: Any) -> str | None:
     modeling = type(module).__module__
     unknown = f"{type(module).__name__} of this version of transformers is unknown"
-    if not hasattr(sys.modules[modeling], "apply_rotary_pos_emb") or not hasattr(module, "rope_type"):
+    known = hasattr(sys.modules[modeling], "apply_rotary_pos_emb") and hasattr(module, "rope_type")
+    if not known:
         return unknown
-    # What it returns goes to the attention of all layers: they have to call the function of their file.
+    # What it returns goes to the attention of all layers: that has to call the function of its file.
     for name, layer in parent.named_modules():
         if name.endswith("self_attn") and type(layer).__module__ != modeling:
             return f"{type(layer).__name__} is unknown"
@@ -227,7 +233,7 @@ def _leave_dispatcher(module: Any) -> None:
 
 
 def _dispatcher(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`apply_rotary_pos_emb` for a modeling file: ours for swapped models, and `original` for others."""
+    """`apply_rotary_pos_emb` for a modeling file: ours for swapped models, else `original`."""
 
     @functools.wraps(original)
     def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
