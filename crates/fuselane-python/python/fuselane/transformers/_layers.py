@@ -138,7 +138,7 @@ def _reason_to_skip_rotary(module: Any, parent: Any) -> str | None:
     known = hasattr(sys.modules[modeling], "apply_rotary_pos_emb") and hasattr(module, "rope_type")
     if not known:
         return unknown
-    # What it returns goes to the attention of all layers: that has to call the function of its file.
+    # What it returns goes to all attention layers: they have to call the function of its file.
     for name, layer in parent.named_modules():
         if name.endswith("self_attn") and type(layer).__module__ != modeling:
             return f"{type(layer).__name__} is unknown"
