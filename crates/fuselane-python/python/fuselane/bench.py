@@ -44,6 +44,9 @@ BATCH, BATCHES = 100, 5
 FEATURES, HEADS, HEAD_FEATURES = 1024, 8, 128
 #: Rounds of a large measurement: at least, and no new one is begun after so many seconds.
 LEAST_ROUNDS, ROW_SECONDS = 3, 1.0
+#: Calls that take less than this many seconds are preceded by one that is not timed: it brings
+#: data back into the caches, and threads of the other library may still be spinning.
+SETTLED = 0.02
 #: Rows of a large tensor whose results are compared.
 COMPARED_ROWS = 64
 
@@ -215,8 +218,7 @@ def time_tiny(calls: dict[str, Callable[[], Any]], rounds: int, batch: int) -> d
 def time_large(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
-        if batch_seconds(call, 1) < 0.1:  # memory, threads, compiled code
-            call()
+        call()  # memory, threads, compiled code
     begin = time.perf_counter()
 
     def counted() -> Iterator[int]:
@@ -226,6 +228,8 @@ def time_large(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, An
             yield r
 
     for name in turns([*calls], counted()):
+        if not times[name] or times[name][-1] < SETTLED:
+            calls[name]()
         times[name].append(batch_seconds(calls[name], 1))
     return {name: summary(values, 1e3) for name, values in times.items()}
 
