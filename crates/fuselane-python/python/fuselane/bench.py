@@ -1,8 +1,8 @@
 """How fast the operators are from Python, beside PyTorch: ``python -m fuselane.bench``.
 
-Tiny calls show what a call costs, in microseconds; large tensors show how much of the machine's copy
-speed is reached. Whoever is compared takes turns with the others, round by round, so that whatever
-else the machine does falls on all of them.
+Tiny calls show what a call costs, in microseconds; large tensors show how much of the machine's
+copy speed is reached. Whoever is compared takes turns with the others, round by round, so that
+whatever else the machine does falls on all of them.
 
 Results are where each library puts them by default: ours in the pool's memory, PyTorch's in memory
 that the system may have to hand out anew. `fuselane bench` (the program) measures both ways.
@@ -258,7 +258,8 @@ def compare(operator: Operator, inputs: Inputs) -> None:
     bound = 8 * torch.finfo(inputs.tensors[0].dtype).eps + 1e-3
     error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
     if not error < bound:
-        sys.exit(f"fuselane.bench: {operator.name} differs from PyTorch's by {error:.2g}: not timed")
+        why = f"{operator.name} differs from PyTorch's by {error:.2g}: not timed"
+        sys.exit(f"fuselane.bench: {why}")
 
 
 def there_and_back(f: Callable[..., Any], tensors: list[Any], grad: Any) -> Callable[[], Any]:
@@ -286,7 +287,8 @@ def tiny(operator: Operator, args: argparse.Namespace) -> list[dict[str, Any]]:
             if mode == "forward_backward":
                 calls[name] = there_and_back(function, trained, inputs.grad)
             else:
-                calls[name] = functools.partial(function, *(plain if mode == "no_grad" else trained))
+                tensors = plain if mode == "no_grad" else trained
+                calls[name] = functools.partial(function, *tensors)
         with torch.set_grad_enabled(mode != "no_grad"):
             us = time_tiny(calls, args.rounds, args.batch)
         record = {"operator": operator.name, "mode": mode, "shape": [*inputs.shape]}
@@ -378,8 +380,8 @@ def large_table(records: list[dict[str, Any]], mib: int) -> str:
             cells.append(f"{record['of_copy'][name]:.2f}")
         lines.append([*cells, f"{record['gb_s'][COPY]:.1f}"])
     heading = (
-        f"Large tensors ({mib} MiB {records[0]['dtype']}); GB/s of what has to be read and written, "
-        "each once,\nand that over the rate of a copy into memory that is used again\n"
+        f"Large tensors ({mib} MiB {records[0]['dtype']}); GB/s of what has to be read and "
+        "written, each once,\nand that over the rate of a copy into memory that is used again\n"
     )
     return heading + table([*heads, "copy GB/s"], lines)
 
