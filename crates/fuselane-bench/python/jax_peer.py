@@ -108,6 +108,9 @@ class Jax:
     def forget(self):
         jax.clear_caches()
 
+    def trim(self):
+        pass  # it keeps no memory of its own
+
 
 class Loaded:
     """A job whose inputs are in memory."""

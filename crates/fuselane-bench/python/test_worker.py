@@ -398,6 +398,26 @@ class TorchTest(Case, unittest.TestCase):
     provider = library = "torch"
 
 
+class FuselanePythonTest(Case, unittest.TestCase):
+    provider, library = "fuselane_python", "fuselane"
+
+    @classmethod
+    def setUpClass(cls):
+        # Where the worker looks for it too.
+        folder = os.environ.get("FUSELANE_PYTHON_PACKAGE")
+        if folder and folder not in sys.path:
+            sys.path.insert(0, folder)
+        if importlib.util.find_spec("torch") is None:
+            raise unittest.SkipTest("torch is not installed")
+        super().setUpClass()
+
+    def test_threads(self):
+        job = self.job({"op": "act", "act": "silu"}).wire
+        for threads in (1, self.worker.THREADS):
+            self.answer("ready", "prepare", job=job | {"threads": threads})
+            self.answer("released", "release")
+
+
 class JaxTest(Case, unittest.TestCase):
     provider = library = "jax"
 

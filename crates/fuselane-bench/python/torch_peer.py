@@ -103,28 +103,31 @@ class Torch:
         return {"numpy": numpy.__version__, "torch": torch.__version__}
 
     def load(self, job):
-        if job["operator"]["op"] not in OPERATORS:
+        operator = OPERATORS.get(job["operator"]["op"])
+        if operator is None:
             raise Unsupported(f"no operator {job['operator']['op']!r}")
         if self.compiled and shutil.which(os.environ.get("CXX", "g++")) is None:
             raise Unsupported("torch.compile needs a C++ compiler: install g++, or name one in CXX")
         torch.set_num_threads(job["threads"])
-        return Loaded(job, self.compiled)
+        return Loaded(job, operator, self.compiled)
 
     def forget(self):
         if self.compiled:
             torch._dynamo.reset()
 
+    def trim(self):
+        pass  # it keeps no memory of its own
+
 
 class Loaded:
-    """A job whose inputs are in memory."""
+    """A job whose inputs are in memory, and the function that is to be called with them."""
 
-    def __init__(self, job, compiled):
+    def __init__(self, job, operator, compiled=False):
         self.mode = job["mode"]
         self.inputs = {spec["name"]: read(spec, job["mapped"]) for spec in job["inputs"]}
         self.names = names = input_names(job)
         for name in trained(names):
             self.inputs[name].requires_grad_()
-        operator = OPERATORS[job["operator"]["op"]]
 
         def forward(*inputs):
             return operator(job, **dict(zip(names, inputs)))

@@ -1,8 +1,9 @@
-"""One Python provider in a process of its own: `python worker.py torch|torch_compile|jax`.
+"""One Python provider in a process of its own: `python worker.py PROVIDER`, which is torch,
+torch_compile, fuselane_python or jax.
 
 Driven by `fuselane bench` with lines of JSON, as its `protocol.rs` says. The loop, the clock and
-the reading of memory are here and the same for all; a library is in `torch_peer.py` or
-`jax_peer.py`.
+the reading of memory are here and the same for all; a library is in `torch_peer.py`,
+`fuselane_peer.py` or `jax_peer.py`.
 """
 
 import ctypes
@@ -48,6 +49,10 @@ def start(provider):
         from torch_peer import Torch
 
         return Torch(compiled=provider == "torch_compile")
+    if provider == "fuselane_python":
+        from fuselane_peer import Fuselane
+
+        return Fuselane()
     if provider == "jax":
         # XLA makes as many threads as it finds CPUs when it is loaded, and has no setting.
         if 0 < threads < len(cpus()):
@@ -114,10 +119,10 @@ class Worker:
         try:
             self.loaded = self.library.load(job)
             self.loaded.call().run()  # threads, compiled code, whatever is set up at the first call
-            settle_memory()
+            self.settle()
             before = status_bytes("VmRSS")
             call = self.loaded.call()  # of a backward, runs the forward
-            settle_memory()
+            self.settle()
             with open("/proc/self/clear_refs", "w") as file:
                 file.write("5")  # VmHWM starts anew from what is resident now
             call.run()
@@ -138,7 +143,14 @@ class Worker:
     def free(self):
         self.prepared = self.loaded = None
         self.library.forget()
-        settle_memory()
+        self.settle()
+
+    def settle(self):
+        """Gives memory that nothing uses back to the system, also what allocators keep."""
+        gc.collect()
+        self.library.trim()
+        if hasattr(LIBC, "malloc_trim"):  # glibc
+            LIBC.malloc_trim(0)
 
 
 def warm_up(call, alloc):
@@ -157,13 +169,6 @@ def page_faults():
 
 
 LIBC = ctypes.CDLL(None)
-
-
-def settle_memory():
-    """Gives memory that nothing uses back to the system, also what the allocator keeps."""
-    gc.collect()
-    if hasattr(LIBC, "malloc_trim"):  # glibc
-        LIBC.malloc_trim(0)
 
 
 def give_memory_back_at_once():

@@ -20,7 +20,8 @@ pub(crate) struct Record {
     pub(crate) mode: Mode,
     pub(crate) n: usize,
     pub(crate) dtype: String,
-    /// fuselane, fuselane_table, unfused, candle, torch, torch_compile, jax; copy for the limit.
+    /// fuselane, fuselane_table, fuselane_python, unfused, candle, torch, torch_compile, jax; copy
+    /// for the limit.
     pub(crate) provider: String,
     pub(crate) alloc: Alloc,
     /// The median time of a call in ms, or inputs plus peak in MiB; none where there is no result.

@@ -1,5 +1,5 @@
 //! A sweep beside the real Python peers. Run by `cargo xtask test`, which sets them up first:
-//! `cargo test --test peers -- --ignored`.
+//! `cargo test --test peers -- --ignored`. With `FUSELANE_PYTHON_PACKAGE`, also beside our own package.
 
 use std::process::Command;
 
@@ -44,8 +44,13 @@ sizes = [3]
 fn every_family_beside_torch_and_jax() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("tiny.toml"), CASES).unwrap();
-    let line =
-        "bench tiny-* --cases tiny.toml --peers torch,torch_compile,jax --format json --out run";
+    let mut providers = vec!["fuselane", "torch", "torch_compile", "jax"];
+    // The package has to be built first.
+    if std::env::var_os("FUSELANE_PYTHON_PACKAGE").is_some() {
+        providers.push("fuselane_python");
+    }
+    let peers = providers[1..].join(",");
+    let line = format!("bench tiny-* --cases tiny.toml --peers {peers} --format json --out run");
     let output = Command::new(env!("CARGO_BIN_EXE_fuselane"))
         .current_dir(folder.path())
         .args(line.split(' '))
@@ -57,7 +62,7 @@ fn every_family_beside_torch_and_jax() {
         .lines()
         .map(|line| serde_json::from_str(line).unwrap())
         .collect();
-    for provider in ["fuselane", "torch", "torch_compile", "jax"] {
+    for provider in providers {
         let of: Vec<&Value> = records.iter().filter(|r| r["provider"] == provider).collect();
         assert_eq!(of.len(), 5 * 4, "{provider}: {stderr}");
         for record in of {

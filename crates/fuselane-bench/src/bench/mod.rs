@@ -61,7 +61,8 @@ pub(crate) struct Args {
     /// These dtypes of activations (bf16, f16, f32) in place of each case's own.
     #[arg(long, value_delimiter = ',', value_name = "DTYPE")]
     dtype: Vec<Dtype>,
-    /// Whom to compare with: torch, torch_compile, jax, candle, unfused; or all, or none.
+    /// Whom to compare with: torch, torch_compile, jax, candle, unfused; or all, or none. Also
+    /// fuselane_python, which is ours called from Python.
     #[arg(long, value_delimiter = ',', value_name = "PEER", default_value = "unfused")]
     peers: Vec<String>,
     /// Outputs in memory that is used again, or in new memory from each library's default

@@ -34,14 +34,14 @@ impl<'a> Row<'a> {
     }
 
     /// Ours, if it is right. With a table made beforehand it has a column, but is not compared:
-    /// peers make their angles in each call.
+    /// peers make their angles in each call. From Python it has one too, and is no peer.
     fn ours(&self) -> Option<&'a Record> {
         self.get("fuselane").filter(|record| record.ok)
     }
 
     /// The least value of the others whose results are right.
     fn best_peer(&self) -> Option<f64> {
-        let ours = ["fuselane", "fuselane_table", "copy"];
+        let ours = ["fuselane", "fuselane_table", "fuselane_python", "copy"];
         let peers = self.0.iter().filter(|record| !ours.contains(&record.provider.as_str()));
         peers.filter(|record| record.ok).filter_map(|record| record.value).min_by(f64::total_cmp)
     }
@@ -229,6 +229,7 @@ mod tests {
             record("fuselane", 256, Some(2.0), true),
             record("unfused", 256, Some(5.0), true),
             record("torch", 256, Some(0.5), false),
+            record("fuselane_python", 256, Some(1.9), true),
             record("copy", 256, Some(0.1), true),
         ];
         let text =

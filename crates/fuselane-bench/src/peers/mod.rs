@@ -4,6 +4,7 @@
 mod candle;
 mod copy;
 mod fuselane;
+mod fuselane_python;
 mod jax;
 mod primitives;
 mod python;
@@ -61,6 +62,7 @@ pub(crate) fn own() -> Vec<Box<dyn Peer>> {
 /// What ours can be compared with, in the order of the tables' columns.
 pub(crate) fn others() -> Vec<Box<dyn Peer>> {
     vec![
+        Box::new(fuselane_python::FuselanePython),
         Box::new(unfused::Unfused),
         Box::new(candle::Candle),
         Box::new(torch::Torch),

@@ -10,10 +10,11 @@ use crate::protocol::Alloc;
 use crate::setup_peers::{self, PYTHON_VARIABLE, short_hash};
 
 /// The worker and its modules.
-const SCRIPTS: [(&str, &str); 4] = [
+const SCRIPTS: [(&str, &str); 5] = [
     ("worker.py", include_str!("../../python/worker.py")),
     ("job.py", include_str!("../../python/job.py")),
     ("torch_peer.py", include_str!("../../python/torch_peer.py")),
+    ("fuselane_peer.py", include_str!("../../python/fuselane_peer.py")),
     ("jax_peer.py", include_str!("../../python/jax_peer.py")),
 ];
 
@@ -117,7 +118,10 @@ mod tests {
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
             .collect();
         names.sort();
-        assert_eq!(names, ["jax_peer.py", "job.py", "torch_peer.py", "worker.py"]);
+        assert_eq!(
+            names,
+            ["fuselane_peer.py", "jax_peer.py", "job.py", "torch_peer.py", "worker.py"]
+        );
         for (name, text) in SCRIPTS {
             assert_eq!(fs::read_to_string(folder.join(name)).unwrap(), text);
         }

@@ -39,9 +39,10 @@ pub(crate) fn hex(RGBColor(r, g, b): RGBColor) -> String {
 }
 
 /// The palette of Okabe and Ito, which colour-blind readers can tell apart.
-const KNOWN: [(&str, Colour); 7] = [
+const KNOWN: [(&str, Colour); 8] = [
     ("fuselane", Colour { light: (0x00, 0x72, 0xB2), dark: "#4db2f0" }),
     ("fuselane_table", Colour { light: (0x56, 0xB4, 0xE9), dark: "#a5dcff" }),
+    ("fuselane_python", Colour { light: (0x4B, 0x5F, 0xC4), dark: "#93a3ff" }),
     ("unfused", Colour { light: (0x8C, 0x8C, 0x8C), dark: "#9a9a9a" }),
     ("candle", Colour { light: (0xE6, 0x9F, 0x00), dark: "#f2b632" }),
     ("torch", Colour { light: (0xD5, 0x5E, 0x00), dark: "#ff8b3d" }),

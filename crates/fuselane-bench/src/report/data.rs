@@ -16,9 +16,11 @@ pub(crate) const COPY: &str = "copy";
 /// their angles in each call.
 const OURS: &str = "fuselane";
 const WITH_TABLE: &str = "fuselane_table";
+/// Ours too, called from Python.
+const FROM_PYTHON: &str = "fuselane_python";
 /// The order of columns. Providers that are not named here come behind, by name.
-const ORDER: [&str; 7] =
-    ["fuselane", "fuselane_table", "unfused", "candle", "torch", "torch_compile", "jax"];
+const ORDER: [&str; 8] =
+    [OURS, WITH_TABLE, FROM_PYTHON, "unfused", "candle", "torch", "torch_compile", "jax"];
 /// A ratio from here on reads as 1.00 or more, and counts as a match.
 pub(crate) const MATCH: f64 = 0.995;
 const MIB: f64 = (1 << 20) as f64;
@@ -90,7 +92,7 @@ impl<'a> Cell<'a> {
 }
 
 pub(crate) fn is_ours(provider: &str) -> bool {
-    [OURS, WITH_TABLE].contains(&provider)
+    [OURS, WITH_TABLE, FROM_PYTHON].contains(&provider)
 }
 
 /// A cell without a value, in a word: outputs that were compared and are wrong are not timed.

@@ -107,13 +107,15 @@ fn ratios_are_best_peer_over_ours() {
         record("copy", 256, 0.5),
         record("fuselane", 256, 1.0),
         record("fuselane_table", 256, 0.5),
+        record("fuselane_python", 256, 0.9),
     ]);
     let row = &data.tables[0].rows[0];
     assert_eq!(row.best_peer(), Some(("jax", 2.0)));
     assert_eq!(row.ours(), Some(("fuselane", 1.0)));
     assert_eq!(row.ratio(), Some(2.0));
     assert_eq!(row.ratio_to("torch"), Some(3.0));
-    assert_eq!(data.providers(), ["fuselane", "fuselane_table", "torch", "jax"]);
+    let order = ["fuselane", "fuselane_table", "fuselane_python", "torch", "jax"];
+    assert_eq!(data.providers(), order);
 }
 
 #[test]
@@ -373,10 +375,9 @@ fn pictures_mark_losses_and_leave_out_idle_calls() {
 
 #[test]
 fn each_colour_has_one_meaning() {
-    let providers: Vec<String> =
-        ["fuselane", "fuselane_table", "unfused", "candle", "torch", "torch_compile", "jax", "new"]
-            .map(str::to_owned)
-            .to_vec();
+    let known = ["fuselane", "fuselane_table", "fuselane_python", "unfused", "candle", "torch"];
+    let providers = [&known[..], &["torch_compile", "jax", "new"]].concat();
+    let providers: Vec<String> = providers.into_iter().map(str::to_owned).collect();
     let mut colours: Vec<_> =
         providers.iter().map(|name| colour::of(name, &providers).hex()).collect();
     colours.push(colour::LIMIT.hex());
