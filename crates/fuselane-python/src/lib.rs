@@ -39,6 +39,13 @@ mod _native {
         fuselane::Act::ALL.iter().map(|act| act.name()).collect()
     }
 
+    /// The numbers of those whose gradient can be had from their output.
+    #[pyfunction]
+    fn acts_from_output() -> Vec<usize> {
+        let all = fuselane::Act::ALL.iter().enumerate();
+        all.filter(|(_, act)| act.has_slope_from_output()).map(|(number, _)| number).collect()
+    }
+
     /// The schemas of all operators, in PyTorch's notation.
     #[pyfunction]
     fn schemas() -> Vec<&'static str> {

@@ -75,8 +75,11 @@ pub(crate) fn run<R: Send>(bytes: usize, call: impl FnOnce() -> R + Send) -> R {
     if bytes < WORTH_ENTERING || rayon::current_thread_index().is_some() {
         return call();
     }
+    let count = count(); // before the lock, since it may ask Python
+    if count == 1 {
+        return fuselane::on_this_thread(call);
+    }
     let pool = {
-        let count = count(); // before the lock, since it may ask Python
         let mut cell = pool();
         if cell.as_ref().is_none_or(|pool| pool.current_num_threads() != count) {
             let name = |i| format!("fuselane-{i}");

@@ -17,13 +17,24 @@ def test_values_and_gradients(act, dtype):
     (dwant,) = torch.autograd.grad(want, exact, grad.double())
     assert o.dtype == dtype and dx.dtype == dtype
     assert_close(o, want, 8)
-    assert_close(dx, dwant, 8, 1e-5)
+    # From the rounded output, where PyTorch does so too.
+    floor = torch.finfo(dtype).eps * grad.abs().max().item() if act in ("sigmoid", "tanh") else 0
+    assert_close(dx, dwant, 8, max(floor, 1e-5))
 
 
 @pytest.mark.parametrize("act", [act for act in ACTS if act != "none"])
 def test_gradcheck(act):
     x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: fuselane.act(x, act), x)
+
+
+@pytest.mark.parametrize("act", ["relu", "sigmoid", "tanh"])
+def test_the_output_is_all_that_is_kept(act):
+    kept = []
+    x = torch.randn(3, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        o = fuselane.act(x, act)
+    assert [t.data_ptr() for t in kept] == [o.data_ptr()]
 
 
 def test_none_is_the_tensor_itself():

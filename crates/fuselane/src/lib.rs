@@ -61,6 +61,7 @@ pub use ops::rotate::{Pairing, Partial, Rotate, RotateBackward};
 pub use ops::softmax::Softmax;
 pub use ops::theta::{Scaling, Theta};
 pub use ops::tokens::{FusedAct, TokenLayout};
+pub use parallel::on_this_thread;
 pub use pool::Buffer;
 pub use simd::{Isa, isa, with_isa};
 pub use view::{MAX_RANK, View, ViewMut};

@@ -1,8 +1,10 @@
 //! How work is cut: by rows, so that no row's result depends on the cut.
 //!
 //! Work runs on the current rayon pool (the global one, or the one a caller has installed), and on
-//! the calling thread alone where waking others would cost more than it saves.
+//! the calling thread alone where waking others would cost more than it saves, or where the caller
+//! wants it so.
 
+use std::cell::Cell;
 use std::ops::Range;
 
 use rayon::prelude::*;
@@ -22,6 +24,38 @@ const TASKS_PER_THREAD: usize = 4;
 /// The most blocks that partial sums are kept for.
 const MAX_BLOCKS: usize = 32;
 
+thread_local! {
+    static ALONE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `call` with all operators in it on the calling thread alone.
+///
+/// A rayon pool of one thread would do the same, but hand each call over to that thread and wait.
+///
+/// ```
+/// use fuselane::{Act, View};
+/// let x = vec![-1.0f32; 1 << 20];
+/// let o = fuselane::on_this_thread(|| Act::Relu.forward(View::new(&x, &[1 << 20])?))?;
+/// assert_eq!(o.as_slice::<f32>()?[7], 0.0);
+/// # Ok::<(), fuselane::Error>(())
+/// ```
+pub fn on_this_thread<R>(call: impl FnOnce() -> R) -> R {
+    /// Restores the setting also if the call panics.
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            ALONE.set(self.0);
+        }
+    }
+    let _restore = Restore(ALONE.replace(true));
+    call()
+}
+
+/// How many threads a call with this many bytes of operands runs on.
+fn threads(bytes: usize) -> usize {
+    if bytes < WORTH_WAKING || ALONE.get() { 1 } else { rayon::current_num_threads() }
+}
+
 /// Calls `work` with ranges that cover `0..units`, each unit once.
 pub(crate) fn for_each_range(
     units: usize,
@@ -29,7 +63,7 @@ pub(crate) fn for_each_range(
     work: impl Fn(Range<usize>) + Sync,
 ) {
     let bytes = units.saturating_mul(bytes_per_unit);
-    let threads = if bytes < WORTH_WAKING { 1 } else { rayon::current_num_threads() };
+    let threads = threads(bytes);
     if threads == 1 || units <= 1 {
         if units > 0 {
             work(0..units);
@@ -49,7 +83,7 @@ pub(crate) fn for_each_chunk<R: Real>(
     work: impl Fn(usize, &mut [R]) + Sync,
 ) {
     let chunks = &mut results[..units * len];
-    if units.saturating_mul(bytes_per_unit) < WORTH_WAKING {
+    if threads(units.saturating_mul(bytes_per_unit)) == 1 {
         chunks.chunks_mut(len).enumerate().for_each(|(i, chunk)| work(i, chunk));
     } else {
         chunks.par_chunks_mut(len).enumerate().for_each(|(i, chunk)| work(i, chunk));
@@ -73,7 +107,7 @@ pub(crate) fn sum_over_ranges<R: Real>(
     let mut partials = Scratch::<R>::zeros(blocks * len);
     let partials = &mut partials[..blocks * len];
     let bytes = units.saturating_mul(bytes_per_unit);
-    if bytes < WORTH_WAKING || blocks == 1 || rayon::current_num_threads() == 1 {
+    if threads(bytes) == 1 || blocks == 1 {
         for (i, partial) in partials.chunks_mut(len).enumerate() {
             work(cut(units, blocks, i), &mut partial[..total.len()]);
         }
@@ -116,6 +150,21 @@ mod tests {
                 assert!(seen.into_inner().unwrap().iter().all(|&n| n == 1));
             }
         }
+    }
+
+    #[test]
+    fn one_thread_is_the_calling_one() {
+        let here = std::thread::current().id();
+        let same = || {
+            let all = Mutex::new(true);
+            for_each_range(64, 1 << 20, |_| {
+                *all.lock().unwrap() &= std::thread::current().id() == here
+            });
+            all.into_inner().unwrap()
+        };
+        assert!(on_this_thread(same));
+        assert!(std::panic::catch_unwind(|| on_this_thread(|| panic!())).is_err());
+        assert!(!ALONE.get());
     }
 
     #[test]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from .. import _native
 from .errors import check_float, translated
 from .layout import like
 from .register import NUMBERS, direct, dispatched, operator, register_fake
@@ -16,6 +17,9 @@ _backward = operator("act_backward")
 _dispatched = dispatched("act")
 _grad_enabled = torch.is_grad_enabled
 _ACT = NUMBERS["act"]
+
+#: Activations whose gradient is taken from their output.
+_FROM_OUTPUT = frozenset(_native.acts_from_output())
 
 
 def act(x: Any, number: int) -> Any:
@@ -31,15 +35,18 @@ def act(x: Any, number: int) -> Any:
 class _Act(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, number: int) -> Any:
-        ctx.save_for_backward(x)
+        o = _forward(x, number)
+        # As PyTorch does: without an exponential in the backward, and without keeping x.
+        ctx.save_for_backward(o if number in _FROM_OUTPUT else x)
         ctx.number = number
-        return _forward(x, number)
+        return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         (x,) = ctx.saved_tensors
-        return _backward(like(grad, x), x, ctx.number), None
+        number = ctx.number
+        return _backward(like(grad, x), x, number, number in _FROM_OUTPUT), None
 
 
 @register_fake("act")
@@ -49,6 +56,6 @@ def _(x: Any, act: int) -> Any:
 
 
 @register_fake("act_backward")
-def _(grad: Any, x: Any, act: int) -> Any:
+def _(grad: Any, x: Any, act: int, from_output: bool) -> Any:
     check_float("act", grad=grad, x=x)
     return torch.empty_like(x)
