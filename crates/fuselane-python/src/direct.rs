@@ -38,6 +38,8 @@ struct Direct {
     modes: Py<PyAny>,
     /// `torch.autograd.profiler`, which knows whether one runs.
     profiler: Py<PyAny>,
+    /// `torch.autograd.forward_ad`, which knows whether tensors may carry tangents.
+    forward_ad: Py<PyAny>,
     /// The level of `torch.func`, and the state of tracing; None is none.
     levels: [Py<PyAny>; 2],
 }
@@ -51,6 +53,7 @@ pub(crate) fn prepare_torch_call(
     is_neg: Py<PyAny>,
     modes: Py<PyAny>,
     profiler: Py<PyAny>,
+    forward_ad: Py<PyAny>,
     levels: [Py<PyAny>; 2],
 ) -> bool {
     let found = ["torch_tensor_from_pyobject\0", "torch_tensor_to_pyobject\0"].map(torch::optional);
@@ -62,7 +65,8 @@ pub(crate) fn prepare_torch_call(
             std::mem::transmute::<*mut c_void, ToPython>(to_python),
         )
     };
-    let direct = Direct { from_python, to_python, types, is_neg, modes, profiler, levels };
+    let direct =
+        Direct { from_python, to_python, types, is_neg, modes, profiler, forward_ad, levels };
     DIRECT.get_or_init(|| direct);
     true
 }
@@ -220,6 +224,7 @@ pub(crate) fn torch_call<'py>(
     let op = &OPS[arguments.get_borrowed_item(0)?.extract::<usize>()?.min(OPS.len() - 1)];
     if direct.modes.bind(py).call0()?.is_truthy()?
         || direct.profiler.bind(py).getattr(intern!(py, "_is_profiler_enabled"))?.is_truthy()?
+        || direct.forward_ad.bind(py).getattr(intern!(py, "_current_level"))?.extract::<i64>()? >= 0
     {
         return Ok(None);
     }

@@ -192,6 +192,15 @@ def test_function_transforms_are_refused(transform):
         runs[transform]()
 
 
+def test_tangents_are_refused():
+    x = torch.randn(3)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones(3))
+        with pytest.raises(NotImplementedError, match="act: a tensor carries a tangent"):
+            fuselane.act(dual)
+        assert fuselane.act(x).shape == (3,)
+
+
 def test_subclasses_and_modes_see_operators():
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -57,6 +57,7 @@ def prepare_torch_call(
     is_neg: Callable[[Any], bool],
     modes: Callable[[], int],
     profiler: Any,
+    forward_ad: Any,
     levels: Sequence[Callable[[], Any]],
 ) -> bool: ...
 def register_torch(library: str) -> str | None: ...

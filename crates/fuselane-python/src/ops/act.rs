@@ -31,9 +31,10 @@ fn backward(edge: &mut dyn Edge) -> Result<(), Fault> {
     threads::run(3 * x.bytes(), || {
         let (x, grad) = (x.view(NAME, "x")?, grad.view(NAME, "grad")?);
         let dx = dx.view_mut(NAME, "dx")?;
-        Ok(match from_output {
+        match from_output {
             true => act.backward_from_output_into(x, grad, dx)?,
             false => act.backward_into(x, grad, dx)?,
-        })
+        }
+        Ok(())
     })
 }

@@ -70,10 +70,12 @@ def _prepare_direct() -> bool:
         return False
     try:
         modes, profiler = torch._C._len_torch_dispatch_stack, torch.autograd.profiler
-        profiler._is_profiler_enabled  # noqa: B018: has to be there
+        forward_ad = torch.autograd.forward_ad
+        profiler._is_profiler_enabled, forward_ad._current_level  # noqa: B018: have to be there
         levels = [torch._C._functorch.maybe_current_level, torch._C._get_tracing_state]
         types = [torch.Tensor, torch.nn.Parameter]
-        if not _native.prepare_torch_call(types, torch.Tensor.is_neg, modes, profiler, levels):
+        is_neg = torch.Tensor.is_neg
+        if not _native.prepare_torch_call(types, is_neg, modes, profiler, forward_ad, levels):
             return False
         # While `torch.compile` traces, nothing goes past the dispatcher.
         torch.compiler.substitute_in_graph(_native.torch_call)(lambda *arguments: None)
@@ -97,14 +99,26 @@ def dispatched(name: str) -> Callable[..., Any]:
     overload = getattr(torch.ops.fuselane, name).default
 
     def call(*arguments: Any) -> Any:
-        if not torch.compiler.is_compiling() and _transform_level() is not None:
-            raise NotImplementedError(
-                f"{name}: called within a transform of torch.func (vmap, grad, jvp), expected a call "
-                "outside of them"
-            )
+        if not torch.compiler.is_compiling():
+            if _transform_level() is not None:
+                raise NotImplementedError(
+                    f"{name}: called within a transform of torch.func (vmap, grad, jvp), expected a "
+                    "call outside of them"
+                )
+            if torch.autograd.forward_ad._current_level >= 0 and any(map(_has_tangent, arguments)):
+                raise NotImplementedError(
+                    f"{name}: a tensor carries a tangent of forward-mode differentiation, expected "
+                    "gradients by a backward"
+                )
         return overload(*arguments)
 
     return call
+
+
+def _has_tangent(argument: Any) -> bool:
+    if not isinstance(argument, torch.Tensor):
+        return False
+    return torch.autograd.forward_ad.unpack_dual(argument).tangent is not None
 
 
 _transform_level = torch._C._functorch.maybe_current_level
