@@ -36,7 +36,7 @@ def shape_of(x: Any) -> Any:
 def load() -> bool:
     """Defines the operators in PyTorch, if it is there."""
     global Tensor, torch
-    theirs = sys.modules.get("torch")
+    theirs: Any = sys.modules.get("torch")
     # It may be half imported, by another thread or by an import that failed.
     if not hasattr(theirs, "Tensor") or not hasattr(theirs, "library"):
         return False

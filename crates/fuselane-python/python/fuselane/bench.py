@@ -487,7 +487,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         # A backward that is run again may not use up what its forward has kept.
         config.donated_buffer = False
-    result = {"machine": facts(), "settings": {}, "tiny": [], "large": []}
+    result: dict[str, Any] = {"machine": facts(), "settings": {}, "tiny": [], "large": []}
     for name in ("mib", "dtype", "tiny", "rounds", "batch", "compile"):
         result["settings"][name] = getattr(args, name)
     machine = result["machine"]

@@ -53,6 +53,9 @@ class Act(torch.nn.Module):
 class _Norm(torch.nn.Module):
     """A norm over the last dimensions, which are taken as one."""
 
+    weight: torch.nn.Parameter | None
+    bias: torch.nn.Parameter | None
+
     def __init__(
         self,
         normalized_shape: int | Sequence[int],

@@ -11,7 +11,7 @@ from .. import _native
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def translated(error: RuntimeError, operator: str, **tensors: Any) -> Exception:
+def translated(error: Exception, operator: str, **tensors: Any) -> Exception:
     """What to raise for an error of a call with these tensors."""
     for name, tensor in tensors.items():
         if tensor is None:
