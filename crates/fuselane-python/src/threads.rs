@@ -1,9 +1,10 @@
-//! The threads that operators run on: a pool of our own, whose size can be changed, and which
-//! a forked child makes anew.
+//! The threads that operators run on: PyTorch's, where it lends them, or else a pool of our own, whose
+//! size can be changed, and which a forked child makes anew.
 
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use fuselane::Executor;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::fault::Fault;
@@ -18,7 +19,56 @@ static COUNT: AtomicUsize = AtomicUsize::new(0);
 /// Who is asked as long as that is so.
 static ASK: OnceLock<Box<dyn Fn() -> usize + Send + Sync>> = OnceLock::new();
 
-/// Made at the first large call. Behind a pointer, so that a forked child can leave its parent's,
+/// Threads of PyTorch's, which calls run on where they are enough: the two libraries work in turns, and
+/// two sets of threads would disturb each other, since those of OpenMP spin for a while before they
+/// sleep.
+static TEAM: OnceLock<Team> = OnceLock::new();
+
+/// Whether this process is a forked child, where PyTorch's threads do not exist and are waited for in
+/// vain.
+static FORKED: AtomicBool = AtomicBool::new(false);
+
+/// Calls a function with each of `0..n`, on n threads if there are as many.
+pub(crate) type Lent = Box<dyn Fn(usize, &(dyn Fn() + Sync)) + Send + Sync>;
+
+struct Team {
+    /// How many threads PyTorch uses now.
+    most: Box<dyn Fn() -> usize + Send + Sync>,
+    run: Lent,
+}
+
+impl Team {
+    fn threads(&self) -> usize {
+        (self.most)()
+    }
+}
+
+impl Executor for Team {
+    fn threads(&self) -> usize {
+        count()
+    }
+
+    fn run(&self, tasks: usize, work: &(dyn Fn(usize) + Sync)) {
+        let next = AtomicUsize::new(0);
+        // Each thread takes tasks until none is left, so that one that was held up does not hold up
+        // the others.
+        (self.run)(count().min(tasks), &|| {
+            loop {
+                match next.fetch_add(1, Ordering::Relaxed) {
+                    task if task < tasks => work(task),
+                    _ => break,
+                }
+            }
+        });
+    }
+}
+
+/// Lends threads: `most` tells how many there are.
+pub(crate) fn lend(most: impl Fn() -> usize + Send + Sync + 'static, run: Lent) {
+    let _ = TEAM.set(Team { most: Box::new(most), run });
+}
+
+/// Made at the first large call that these are not enough for. Behind a pointer, so that a forked child can leave its parent's,
 /// which has no threads there and whose lock may be held for ever.
 static POOL: AtomicPtr<Mutex<Option<Arc<ThreadPool>>>> = AtomicPtr::new(std::ptr::null_mut());
 
@@ -79,6 +129,12 @@ pub(crate) fn run<R: Send>(bytes: usize, call: impl FnOnce() -> R + Send) -> R {
     if count == 1 {
         return fuselane::on_this_thread(call);
     }
+    if let Some(team) = TEAM.get()
+        && count <= team.threads()
+        && !FORKED.load(Ordering::Relaxed)
+    {
+        return fuselane::with_executor(team, call);
+    }
     let pool = {
         let mut cell = pool();
         if cell.as_ref().is_none_or(|pool| pool.current_num_threads() != count) {
@@ -96,6 +152,7 @@ pub(crate) fn run<R: Send>(bytes: usize, call: impl FnOnce() -> R + Send) -> R {
 
 /// To be called in a forked child.
 pub(crate) fn after_fork() {
+    FORKED.store(true, Ordering::Relaxed);
     POOL.store(std::ptr::null_mut(), Ordering::Release);
     fuselane::pool::after_fork();
 }

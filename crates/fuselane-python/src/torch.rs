@@ -21,6 +21,7 @@ pub(crate) type Tensor = *mut c_void;
 type List = *mut c_void;
 type Library = *mut c_void;
 type Boxed = unsafe extern "C-unwind" fn(*mut u64, u64, u64);
+type Part = unsafe extern "C" fn(i64, i64, *mut c_void);
 type FromBlob = unsafe extern "C" fn(
     *mut c_void,
     i64,
@@ -91,6 +92,7 @@ functions! {
     aoti_torch_dtype_complex64: fn() -> i32,
     aoti_torch_dtype_complex128: fn() -> i32,
     torch_get_num_threads: fn(*mut u32) -> Code,
+    torch_parallel_for: fn(i64, i64, i64, Part, *mut c_void) -> Code,
     torch_list_size: fn(List, *mut usize) -> Code,
     torch_list_get_item: fn(List, usize, *mut u64) -> Code,
     torch_delete_list: fn(List) -> Code,
@@ -189,12 +191,14 @@ pub(crate) fn register(library: &str) -> Result<(), String> {
         return Err("the library is not loaded".to_owned());
     }
     let api = API.get_or_init_fallible(|| Api::find(library))?;
-    crate::threads::follow(|| {
+    let threads = || {
         let mut count = 1;
         // SAFETY: room for the answer.
         unsafe { (api.call.torch_get_num_threads)(&mut count) };
         count as usize
-    });
+    };
+    crate::threads::follow(threads);
+    crate::threads::lend(threads, Box::new(|n, work| parallel_for(api, n, work)));
     let file = c"fuselane";
     let done = |code: Code, what: &str| match code {
         0 => Ok(()),
@@ -230,6 +234,23 @@ pub(crate) fn register(library: &str) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// Calls `work` n times, on PyTorch's threads.
+fn parallel_for(api: &Api, n: usize, work: &(dyn Fn() + Sync)) {
+    unsafe extern "C" fn part(begin: i64, end: i64, work: *mut c_void) {
+        // SAFETY: `parallel_for` passes it, and waits for all parts.
+        let work = unsafe { &*work.cast::<&(dyn Fn() + Sync)>() };
+        // Kernels do not panic. If one did, this would end the process, as it may not pass through
+        // foreign code.
+        (begin..end).for_each(|_| work());
+    }
+    let context = (&raw const work).cast_mut().cast();
+    // SAFETY: the context lives until the call returns.
+    let failed = unsafe { (api.call.torch_parallel_for)(0, n as i64, 1, part, context) };
+    if failed != 0 {
+        work(); // alone: what other threads may have begun, they have ended
+    }
 }
 
 /// `OnceLock::get_or_try_init`, which is not stable yet.

@@ -31,7 +31,7 @@
 //! What holds for all operators: arithmetic is in f32 (f64 for f64), and each output is rounded
 //! once; results have the same bits for any number of threads and do not depend on the other rows
 //! of a call; inputs are never written, and nothing is copied behind your back. Work runs on the
-//! current `rayon` pool. [`mod@reference`] has each operator again in plain f64, as the truth that
+//! current `rayon` pool, or where [`with_executor`] says. [`mod@reference`] has each operator again in plain f64, as the truth that
 //! tests compare with.
 
 mod dtype;
@@ -61,7 +61,7 @@ pub use ops::rotate::{Pairing, Partial, Rotate, RotateBackward};
 pub use ops::softmax::Softmax;
 pub use ops::theta::{Scaling, Theta};
 pub use ops::tokens::{FusedAct, TokenLayout};
-pub use parallel::on_this_thread;
+pub use parallel::{Executor, on_this_thread, with_executor};
 pub use pool::Buffer;
 pub use simd::{Isa, isa, with_isa};
 pub use view::{MAX_RANK, View, ViewMut};

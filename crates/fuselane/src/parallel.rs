@@ -6,6 +6,7 @@
 
 use std::cell::Cell;
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use rayon::prelude::*;
 
@@ -24,8 +25,66 @@ const TASKS_PER_THREAD: usize = 4;
 /// The most blocks that partial sums are kept for.
 const MAX_BLOCKS: usize = 32;
 
+/// Threads that are not rayon's, such as those of a library that works in turns with this one.
+pub trait Executor: Sync {
+    /// How many there are, the calling one included.
+    fn threads(&self) -> usize;
+
+    /// Calls `work` with each of `0..tasks`, once, on any of them, and returns when all is done.
+    fn run(&self, tasks: usize, work: &(dyn Fn(usize) + Sync));
+}
+
+/// The calling thread alone.
+struct Alone;
+
+impl Executor for Alone {
+    fn threads(&self) -> usize {
+        1
+    }
+
+    fn run(&self, tasks: usize, work: &(dyn Fn(usize) + Sync)) {
+        (0..tasks).for_each(work);
+    }
+}
+
 thread_local! {
-    static ALONE: Cell<bool> = const { Cell::new(false) };
+    static EXECUTOR: Cell<Option<&'static dyn Executor>> = const { Cell::new(None) };
+}
+
+/// Runs `call` with all operators in it on these threads, instead of those of the current rayon pool.
+/// Results do not depend on it.
+///
+/// ```
+/// use fuselane::{Act, Executor, View};
+/// /// Threads that are started for each call.
+/// struct Fresh;
+/// impl Executor for Fresh {
+///     fn threads(&self) -> usize {
+///         2
+///     }
+///     fn run(&self, tasks: usize, work: &(dyn Fn(usize) + Sync)) {
+///         std::thread::scope(|scope| {
+///             let half = scope.spawn(move || (0..tasks / 2).for_each(work));
+///             (tasks / 2..tasks).for_each(work);
+///             let _ = half.join();
+///         });
+///     }
+/// }
+/// let x = vec![-1.0f32; 1 << 20];
+/// let o = fuselane::with_executor(&Fresh, || Act::Relu.forward(View::new(&x, &[1 << 20])?))?;
+/// assert_eq!(o.as_slice::<f32>()?, vec![0.0; 1 << 20]);
+/// # Ok::<(), fuselane::Error>(())
+/// ```
+pub fn with_executor<R>(executor: &'static dyn Executor, call: impl FnOnce() -> R) -> R {
+    /// Restores the last one also if the call panics.
+    struct Restore(Option<&'static dyn Executor>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            EXECUTOR.set(self.0);
+        }
+    }
+    let _restore = Restore(EXECUTOR.replace(Some(executor)));
+    call()
 }
 
 /// Runs `call` with all operators in it on the calling thread alone.
@@ -40,20 +99,34 @@ thread_local! {
 /// # Ok::<(), fuselane::Error>(())
 /// ```
 pub fn on_this_thread<R>(call: impl FnOnce() -> R) -> R {
-    /// Restores the setting also if the call panics.
-    struct Restore(bool);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            ALONE.set(self.0);
-        }
-    }
-    let _restore = Restore(ALONE.replace(true));
-    call()
+    with_executor(&Alone, call)
+}
+
+/// How many threads large calls run on.
+pub(crate) fn current_threads() -> usize {
+    EXECUTOR.get().map_or_else(rayon::current_num_threads, |executor| executor.threads().max(1))
 }
 
 /// How many threads a call with this many bytes of operands runs on.
 fn threads(bytes: usize) -> usize {
-    if bytes < WORTH_WAKING || ALONE.get() { 1 } else { rayon::current_num_threads() }
+    if bytes < WORTH_WAKING { 1 } else { current_threads() }
+}
+
+/// Calls `work` with each of `0..tasks`, once, on all threads.
+fn spread(tasks: usize, work: impl Fn(usize) + Sync) {
+    match EXECUTOR.get() {
+        Some(executor) => executor.run(tasks, &work),
+        None => (0..tasks).into_par_iter().for_each(&work),
+    }
+}
+
+/// [`spread`] over chunks of `len` numbers, each of which one task owns.
+fn spread_chunks<R: Real>(chunks: &mut [R], len: usize, work: impl Fn(usize, &mut [R]) + Sync) {
+    // There are few. Each lock is taken once, so that nobody waits for one.
+    let chunks: Vec<_> = chunks.chunks_mut(len).map(Mutex::new).collect();
+    spread(chunks.len(), |i| {
+        work(i, &mut chunks[i].lock().unwrap_or_else(PoisonError::into_inner));
+    });
 }
 
 /// Calls `work` with ranges that cover `0..units`, each unit once.
@@ -71,7 +144,7 @@ pub(crate) fn for_each_range(
         return;
     }
     let tasks = units.min(threads * TASKS_PER_THREAD).min((bytes / TASK).max(threads));
-    (0..tasks).into_par_iter().for_each(|i| work(cut(units, tasks, i)));
+    spread(tasks, |i| work(cut(units, tasks, i)));
 }
 
 /// Calls `work` for each of `0..units` with its own `len` numbers of `results`.
@@ -86,7 +159,7 @@ pub(crate) fn for_each_chunk<R: Real>(
     if threads(units.saturating_mul(bytes_per_unit)) == 1 {
         chunks.chunks_mut(len).enumerate().for_each(|(i, chunk)| work(i, chunk));
     } else {
-        chunks.par_chunks_mut(len).enumerate().for_each(|(i, chunk)| work(i, chunk));
+        spread_chunks(chunks, len, work);
     }
 }
 
@@ -112,7 +185,7 @@ pub(crate) fn sum_over_ranges<R: Real>(
             work(cut(units, blocks, i), &mut partial[..total.len()]);
         }
     } else {
-        partials.par_chunks_mut(len).enumerate().for_each(|(i, partial)| {
+        spread_chunks(partials, len, |i, partial| {
             work(cut(units, blocks, i), &mut partial[..total.len()]);
         });
     }
@@ -132,7 +205,6 @@ fn cut(units: usize, parts: usize, i: usize) -> Range<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Mutex;
 
     #[test]
     fn every_unit_is_visited_once() {
@@ -164,15 +236,45 @@ mod tests {
         };
         assert!(on_this_thread(same));
         assert!(std::panic::catch_unwind(|| on_this_thread(|| panic!())).is_err());
-        assert!(!ALONE.get());
+        assert!(EXECUTOR.get().is_none());
+    }
+
+    /// As many threads as tasks, in no order.
+    struct Scattered;
+
+    impl Executor for Scattered {
+        fn threads(&self) -> usize {
+            5
+        }
+
+        fn run(&self, tasks: usize, work: &(dyn Fn(usize) + Sync)) {
+            std::thread::scope(|scope| {
+                (0..tasks).rev().for_each(|i| drop(scope.spawn(move || work(i))));
+            });
+        }
+    }
+
+    #[test]
+    fn another_executor_visits_every_unit_once() {
+        for units in [1, 7, 1000] {
+            let seen = Mutex::new(vec![0; units]);
+            let mut results = vec![0.0f32; units * 3];
+            with_executor(&Scattered, || {
+                for_each_range(units, 1 << 20, |range| {
+                    range.for_each(|i| seen.lock().unwrap()[i] += 1);
+                });
+                for_each_chunk(units, 1 << 20, &mut results, 3, |i, chunk| chunk.fill(i as f32));
+            });
+            assert!(seen.into_inner().unwrap().iter().all(|&n| n == 1));
+            assert!(results.chunks(3).enumerate().all(|(i, chunk)| chunk == [i as f32; 3]));
+        }
     }
 
     #[test]
     fn sums_do_not_depend_on_threads() {
         let sum = |threads: usize| {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             let mut total = [0.0f32; 3];
-            pool.install(|| {
+            let call = || {
                 sum_over_ranges(1001, 1 << 12, &mut total, |range, partial| {
                     for i in range {
                         for (k, p) in partial.iter_mut().enumerate() {
@@ -180,11 +282,20 @@ mod tests {
                         }
                     }
                 });
-            });
+            };
+            match threads {
+                0 => call(), // as the caller has said
+                _ => {
+                    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
+                    pool.build().unwrap().install(call);
+                }
+            }
             total
         };
         let one = sum(1);
         assert!([2, 3, 7].into_iter().all(|threads| sum(threads) == one));
+        assert_eq!(with_executor(&Scattered, || sum(0)), one);
+        assert_eq!(on_this_thread(|| sum(0)), one);
         let exact: f64 = (0..1001).map(|i| 1.0 / (1.0 + 3.0 * f64::from(i))).sum();
         assert!((f64::from(one[0]) - exact).abs() < 1e-5);
     }

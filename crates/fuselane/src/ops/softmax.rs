@@ -315,7 +315,7 @@ struct Task<'r, const I: usize> {
 /// The columns in a tile, for `outer` tensors of `n` rows: few enough for the cache and for every
 /// thread to have some tiles. No result depends on it.
 fn tile_width(n: usize, columns: usize, outer: usize, size: usize) -> usize {
-    let tasks = 4 * rayon::current_num_threads();
+    let tasks = 4 * crate::parallel::current_threads();
     let mut width = TILE_ROW / size;
     while width * size > LINE
         && (n.saturating_mul(width * size) > TILE_BYTES

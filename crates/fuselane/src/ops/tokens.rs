@@ -529,7 +529,7 @@ impl<'a, R: Arithmetic> Plan<'a, R> {
     /// Rows that stay on one thread: all of a token, so that its angles are made once, unless there
     /// are too few tokens to share out.
     fn group(&self) -> usize {
-        let few = self.tokens < 4 * rayon::current_num_threads();
+        let few = self.tokens < 4 * crate::parallel::current_threads();
         (if few { 1 } else { self.batch } * self.heads).max(1)
     }
 
@@ -568,7 +568,7 @@ impl<'a, R: Arithmetic> Plan<'a, R> {
     /// How many heads of `d` features are worked on together: as many as leave each thread some
     /// work and keep the sums in the first-level cache.
     fn column_heads(&self, d: usize) -> usize {
-        let (tasks, most) = (4 * rayon::current_num_threads(), COLUMNS / d.max(1));
+        let (tasks, most) = (4 * crate::parallel::current_threads(), COLUMNS / d.max(1));
         let fits = |&heads: &usize| {
             self.heads.is_multiple_of(heads)
                 && heads <= most
