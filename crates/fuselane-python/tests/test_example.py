@@ -21,6 +21,7 @@ import plot  # noqa: E402
 import train  # noqa: E402
 
 TINY = m.Config(layers=2, width=32, heads=2)
+NAN = float("nan")
 ARGUMENTS = ["--batch=4", "--length=64", "--layers=2", "--width=32", "--heads=2"]
 
 
@@ -244,7 +245,12 @@ def test_interrupted(tmp_path):
     out = tmp_path / "loss.svg"
     command = [sys.executable, str(EXAMPLE / "train.py"), *ARGUMENTS, "--steps=100000"]
     process = subprocess.Popen(
-        [*command, f"--out={out}"], stdout=subprocess.PIPE, stderr=theirs, text=True
+        [*command, f"--out={out}"],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+        # A shell may have started the tests in the background, where Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         bar, end = "", time.monotonic() + 200
@@ -265,7 +271,7 @@ def test_interrupted(tmp_path):
 # ---- the plot
 
 
-@pytest.mark.parametrize("values", [[1.0], [2.0, float("nan"), 1.0], [float("nan")], [0.0, 0.0], []])
+@pytest.mark.parametrize("values", [[1.0], [2.0, NAN, 1.0], [NAN], [0.0, 0.0], []])
 def test_plots_of_few_values(values, tmp_path):
     file = tmp_path / "a.svg"
     plot.write_plot(file, [plot.Curve("a <b>", values), plot.Curve("c", [3.0])])

@@ -1,4 +1,4 @@
-"""A small language model in the manner of TransNormer: linear attention, and no softmax over tokens.
+"""A small language model in the manner of TransNormer: linear attention, without a softmax.
 
 The model is written once. Its operators come from one of two sets with the same parameters:
 ``FUSED`` has the modules of fuselane, ``PLAIN`` has the same formulas in PyTorch.
@@ -19,16 +19,21 @@ SYMBOLS = 256  # text is read as bytes
 
 
 # ---- the operators, twice --------------------------------------------------------------------
+#
+# The plain ones are what this model needs, and no more: options that fuselane's modules are given
+# below, such as the activation, are fixed here and go into ``**fixed``.
 
 
 class PlainSRMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps)`` of ``x + residual``."""
+    """``x / sqrt(mean(x^2) + eps)``, for the sum of x and the residual."""
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, return_residual=False) -> Any:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, return_residual: bool = False
+    ) -> Any:
         total = x if residual is None else x + residual
         o = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + self.eps)
         return (o, total) if return_residual else o
@@ -37,7 +42,7 @@ class PlainSRMSNorm(nn.Module):
 class PlainGatedRMSNorm(nn.Module):
     """An RMS norm of each group of features, times a weight and ``silu(gate)``."""
 
-    def __init__(self, width: int, num_groups: int, eps: float = 1e-6, **_: str) -> None:
+    def __init__(self, width: int, num_groups: int, eps: float = 1e-6, **fixed: str) -> None:
         super().__init__()
         self.num_groups, self.eps = num_groups, eps
         self.weight = nn.Parameter(torch.ones(width))
@@ -53,7 +58,7 @@ class PlainLrpeCosine(nn.Module):
 
     theta: Tensor
 
-    def __init__(self, head_dim: int, base: float = 10000.0, **_: str) -> None:
+    def __init__(self, head_dim: int, base: float = 10000.0, **fixed: str) -> None:
         super().__init__()
         self.register_buffer("theta", base ** -(torch.arange(head_dim)[None] / head_dim))
 
@@ -99,9 +104,9 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention without a softmax, in time that is linear in the number of tokens.
 
-    Token t sees ``o_t = sum over s <= t of decay^(t - s) (q_t . k_s) v_s``. In other words, there is
-    a matrix ``S_t = decay S_(t-1) + k_t^T v_t``, the state, and ``o_t = q_t S_t``. Within a chunk
-    of tokens the sum is taken as it stands, with a mask; what came before is in the state.
+    Token t gets ``o_t = sum over s <= t of decay^(t - s) (q_t . k_s) v_s``. In other words, there
+    is a matrix ``S_t = decay S_(t-1) + k_t^T v_t``, the state, and ``o_t = q_t S_t``. Within a
+    chunk of tokens the sum is taken as it stands, with a mask; what came before is in the state.
 
     Only powers of decay from 0 upward occur, so that nothing overflows; the state is float32.
 
@@ -109,7 +114,8 @@ def linear_attention(
         q, k: (batch, heads, tokens, features)
         v: (batch, heads, tokens, values)
         decay: (heads), above 0 and at most 1, where nothing is forgotten.
-        state: What an earlier call returned, to go on from there: (batch, heads, features, values)
+        state: (batch, heads, features, values), from the call for the tokens before these.
+        chunk: Tokens in a chunk. The result does not depend on it, but for rounding.
 
     Returns:
         The output, like v, and the state after the last token.

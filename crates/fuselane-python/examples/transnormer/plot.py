@@ -68,7 +68,8 @@ def draw(curves: Sequence[Curve]) -> str:
         parts.append(f'<text {at} text-anchor="middle">{value:g}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">step</text>')
-    parts.append(f'<text transform="translate(16 {HEIGHT / 2}) rotate(-90)">loss</text>')
+    side = f'transform="translate(16 {HEIGHT / 2}) rotate(-90)"'
+    parts.append(f'<text {side} text-anchor="middle">loss</text>')
     for i, (curve, values) in enumerate(zip(curves, smooth)):
         style = STYLES[i % len(STYLES)]
         shown = ((n, v) for n, v in enumerate(values, 1) if math.isfinite(v))
