@@ -15,7 +15,7 @@ def blocks():
             yield pytest.param(block, id=f"{path.parent.name}-{i}")
 
 
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", [*blocks()])
 def test_block(block):
     names = {}
     exec("import torch, fuselane", names)
