@@ -143,7 +143,10 @@ pub(crate) fn call(py: Python<'_>, name: &str, arguments: Vec<Value>) -> PyResul
     let op = OPS.iter().find(|op| op.name() == name);
     let op = op.ok_or_else(|| PyValueError::new_err(format!("there is no operator {name}")))?;
     let mut values = Values { arguments: arguments.into_iter(), results: Vec::new() };
-    py.detach(|| (op.run)(&mut values))?;
+    py.detach(|| (op.run)(&mut values)).map_err(|fault| {
+        // What a tensor of PyTorch has, an array need not have.
+        Fault { message: fault.message.replace("call .contiguous() on", "copy"), ..fault }
+    })?;
     Ok(values.results)
 }
 

@@ -7,16 +7,18 @@
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 
 use fuselane::DType;
+use pyo3::exceptions::PyValueError;
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyTuple};
 
 use crate::fault::Fault;
-use crate::ops::{Edge, OPS};
+use crate::ops::{Edge, OPS, Op, Parameter};
 use crate::raw::Raw;
 use crate::torch::{self, MOST, Tensor, Tensors};
 
@@ -28,6 +30,8 @@ type ToPython = unsafe extern "C" fn(Tensor, *mut c_void, *mut *mut c_void) -> i
 const WORTH_RELEASING: usize = 1 << 15;
 
 struct Direct {
+    /// What the arguments of each operator have to be.
+    parameters: Vec<Vec<Parameter>>,
     from_python: FromPython,
     to_python: ToPython,
     /// `torch.Tensor` and `torch.nn.Parameter`.
@@ -65,8 +69,19 @@ pub(crate) fn prepare_torch_call(
             std::mem::transmute::<*mut c_void, ToPython>(to_python),
         )
     };
-    let direct =
-        Direct { from_python, to_python, types, is_neg, modes, profiler, forward_ad, levels };
+    let kinds = |op: &Op| op.parameters().into_iter().map(|(_, kind)| kind).collect();
+    let parameters = OPS.iter().map(kinds).collect();
+    let direct = Direct {
+        parameters,
+        from_python,
+        to_python,
+        types,
+        is_neg,
+        modes,
+        profiler,
+        forward_ad,
+        levels,
+    };
     DIRECT.get_or_init(|| direct);
     true
 }
@@ -108,41 +123,57 @@ impl Arguments {
 
     /// Takes the arguments; false if one is not plain. (It fills a structure that is there, since this
     /// one is long, and to move it would take a tenth of a tiny call.)
-    fn read(&mut self, direct: &Direct, arguments: &Bound<'_, PyTuple>) -> PyResult<bool> {
-        let count = arguments.len();
-        if count > self.values.len() {
+    fn read(
+        &mut self,
+        direct: &Direct,
+        parameters: &[Parameter],
+        arguments: &Bound<'_, PyTuple>,
+    ) -> PyResult<bool> {
+        if arguments.len() != parameters.len() + 1 || parameters.len() > self.values.len() {
             return Ok(false);
         }
-        for i in 1..count {
-            let argument = arguments.get_borrowed_item(i)?;
-            let Some(value) = self.value(direct, &argument)? else { return Ok(false) };
-            self.values[i - 1] = value;
+        for (i, &parameter) in parameters.iter().enumerate() {
+            let argument = arguments.get_borrowed_item(i + 1)?;
+            let Some(value) = self.value(direct, parameter, &argument)? else { return Ok(false) };
+            self.values[i] = value;
         }
         Ok(true)
     }
 
-    fn value(&mut self, direct: &Direct, object: &Bound<'_, PyAny>) -> PyResult<Option<Value>> {
-        if object.is_none() {
-            return Ok(Some(Value::None));
+    /// An argument that is just what the operator takes. All others are the dispatcher's, to convert or
+    /// to refuse.
+    fn value(
+        &mut self,
+        direct: &Direct,
+        parameter: Parameter,
+        object: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<Value>> {
+        match parameter {
+            Parameter::OptionalTensor if object.is_none() => Ok(Some(Value::None)),
+            Parameter::Tensor | Parameter::OptionalTensor => {
+                // SAFETY: an object has a type.
+                let kind = unsafe { ffi::Py_TYPE(object.as_ptr()) }.cast();
+                match direct.types.iter().any(|plain| plain.as_ptr() == kind) {
+                    true => self.tensor(direct, object),
+                    false => Ok(None),
+                }
+            }
+            Parameter::Float if object.is_exact_instance_of::<PyFloat>() => {
+                object.extract().map(|number| Some(Value::Float(number)))
+            }
+            Parameter::Int | Parameter::Float if object.is_exact_instance_of::<PyInt>() => {
+                Ok(object.extract().ok().map(Value::Int)) // None, if it is too large
+            }
+            Parameter::Flag if object.is_exact_instance_of::<PyBool>() => {
+                object.extract().map(|flag: bool| Some(Value::Int(flag.into())))
+            }
+            Parameter::Ints if object.is_exact_instance_of::<PyList>() => {
+                let Ok(list) = object.extract() else { return Ok(None) };
+                self.lists.push(list);
+                Ok(Some(Value::Ints(self.lists.len() - 1)))
+            }
+            _ => Ok(None),
         }
-        // SAFETY: an object has a type.
-        let kind = unsafe { ffi::Py_TYPE(object.as_ptr()) }.cast();
-        if direct.types.iter().any(|plain| plain.as_ptr() == kind) {
-            return self.tensor(direct, object);
-        }
-        if object.is_exact_instance_of::<PyBool>() || object.is_exact_instance_of::<PyInt>() {
-            return object.extract().map(|number| Some(Value::Int(number)));
-        }
-        if object.is_exact_instance_of::<PyFloat>() {
-            return object.extract().map(|number| Some(Value::Float(number)));
-        }
-        if let Ok(list) = object.cast_exact::<PyList>()
-            && list.iter().all(|item| item.is_exact_instance_of::<PyInt>())
-        {
-            self.lists.push(object.extract()?);
-            return Ok(Some(Value::Ints(self.lists.len() - 1)));
-        }
-        Ok(None)
     }
 
     fn tensor(&mut self, direct: &Direct, object: &Bound<'_, PyAny>) -> PyResult<Option<Value>> {
@@ -155,10 +186,8 @@ impl Arguments {
             return Ok(None);
         }
         let Some(raw) = self.tensors.own_plain(tensor) else { return Ok(None) };
-        // A view that stands for the negative of its memory; there is none of bfloat16.
-        if !raw.is_of(DType::BF16)
-            && direct.is_neg.bind(object.py()).call1((object,))?.is_truthy()?
-        {
+        // A view that stands for the negative of its memory.
+        if direct.is_neg.bind(object.py()).call1((object,))?.is_truthy()? {
             return Ok(None);
         }
         self.bytes += raw.bytes();
@@ -221,7 +250,10 @@ pub(crate) fn torch_call<'py>(
     arguments: &Bound<'py, PyTuple>,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let Some(direct) = DIRECT.get() else { return Ok(None) };
-    let op = &OPS[arguments.get_borrowed_item(0)?.extract::<usize>()?.min(OPS.len() - 1)];
+    let number: usize = arguments.get_borrowed_item(0)?.extract()?;
+    let (Some(op), Some(parameters)) = (OPS.get(number), direct.parameters.get(number)) else {
+        return Err(PyValueError::new_err(format!("there is no operator {number}")));
+    };
     if direct.modes.bind(py).call0()?.is_truthy()?
         || direct.profiler.bind(py).getattr(intern!(py, "_is_profiler_enabled"))?.is_truthy()?
         || direct.forward_ad.bind(py).getattr(intern!(py, "_current_level"))?.extract::<i64>()? >= 0
@@ -243,13 +275,18 @@ pub(crate) fn torch_call<'py>(
         bytes: 0,
         tensors,
     };
-    if !call.read(direct, arguments)? {
+    if !call.read(direct, parameters, arguments)? {
         return Ok(None);
     }
-    if call.bytes < WORTH_RELEASING {
-        (op.run)(&mut call)?;
+    let bytes = call.bytes;
+    let mut run = || {
+        let ran = catch_unwind(AssertUnwindSafe(|| (op.run)(&mut call)));
+        ran.unwrap_or_else(|_| Err(Fault::bug(op.name())))
+    };
+    if bytes < WORTH_RELEASING {
+        run()?;
     } else {
-        py.detach(|| (op.run)(&mut call))?;
+        py.detach(run)?;
     }
     let results = call.tensors.take_outputs();
     drop(call);

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 
 use pyo3::PyErr;
-use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyTypeError, PyValueError};
 
 /// Which exception it becomes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,6 +14,8 @@ pub(crate) enum Kind {
     Type,
     /// `MemoryError`
     Memory,
+    /// `RuntimeError`: ours.
+    Bug,
 }
 
 /// A call that was refused.
@@ -26,6 +28,14 @@ pub(crate) struct Fault {
 impl Fault {
     pub(crate) fn value(message: impl Into<String>) -> Self {
         Self { kind: Kind::Value, message: message.into() }
+    }
+
+    /// A panic.
+    pub(crate) fn bug(operator: &str) -> Self {
+        Self {
+            kind: Kind::Bug,
+            message: format!("{operator}: a bug in fuselane, please report it"),
+        }
     }
 
     pub(crate) fn dtype(message: impl Into<String>) -> Self {
@@ -54,6 +64,7 @@ impl From<Fault> for PyErr {
             Kind::Value => PyValueError::new_err(fault.message),
             Kind::Type => PyTypeError::new_err(fault.message),
             Kind::Memory => PyMemoryError::new_err(fault.message),
+            Kind::Bug => PyRuntimeError::new_err(fault.message),
         }
     }
 }

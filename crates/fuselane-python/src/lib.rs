@@ -86,8 +86,36 @@ mod _native {
     }
 
     #[pyfunction]
-    fn after_fork() {
-        threads::after_fork();
+    fn before_fork() {
+        ops::before_fork();
+    }
+
+    #[pyfunction]
+    fn after_fork(in_child: bool) {
+        ops::after_fork();
+        if in_child {
+            threads::after_fork();
+        }
+    }
+
+    /// The arguments of an operator: (name, what it has to be).
+    #[pyfunction]
+    fn parameters(operator: &str) -> Vec<(&'static str, &'static str)> {
+        let parameters = |op: &ops::Op| {
+            let named = |(name, parameter)| {
+                let kind = match parameter {
+                    ops::Parameter::Tensor => "tensor",
+                    ops::Parameter::OptionalTensor => "optional tensor",
+                    ops::Parameter::Int => "int",
+                    ops::Parameter::Float => "float",
+                    ops::Parameter::Flag => "flag",
+                    ops::Parameter::Ints => "ints",
+                };
+                (name, kind)
+            };
+            op.parameters().into_iter().map(named).collect()
+        };
+        ops::OPS.iter().find(|op| op.name() == operator).map(parameters).unwrap_or_default()
     }
 
     #[pyfunction]

@@ -68,10 +68,6 @@ impl Raw {
         self.ptr.is_null() && self.len() > 0
     }
 
-    pub(crate) fn is_of(&self, dtype: DType) -> bool {
-        self.kind == Kind::Float(dtype)
-    }
-
     pub(crate) fn shape(&self) -> &[usize] {
         &self.shape[..self.rank.min(MAX_RANK)]
     }

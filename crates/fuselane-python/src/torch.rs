@@ -62,12 +62,12 @@ macro_rules! functions {
 }
 
 functions! {
-    aoti_torch_abi_version: fn() -> u64,
     aoti_torch_library_init_def: fn(*const c_char, *const c_char, u32, *mut Library) -> Code,
     aoti_torch_library_init_impl: fn(*const c_char, *const c_char, *const c_char, u32, *mut Library) -> Code,
     aoti_torch_library_def: fn(Library, *const c_char) -> Code,
     torch_library_impl: fn(Library, *const c_char, Boxed, u64) -> Code,
     aoti_torch_check: fn(bool, *const c_char, *const c_char, u32, *const c_char),
+    torch_get_const_data_ptr: fn(Tensor, *mut *const c_void) -> Code,
     aoti_torch_get_data_ptr: fn(Tensor, *mut *mut c_void) -> Code,
     aoti_torch_get_dim: fn(Tensor, *mut i64) -> Code,
     aoti_torch_get_sizes: fn(Tensor, *mut *const i64) -> Code,
@@ -116,6 +116,9 @@ pub(crate) struct Api {
 
 static API: OnceLock<Api> = OnceLock::new();
 
+/// The version whose stack of values this file reads, 2.10: newer ones keep it for us.
+const WRITTEN_FOR: u64 = 2 << 56 | 10 << 48;
+
 /// Outputs of at least this many bytes come from the pool; smaller ones from PyTorch's own
 /// allocator, which is as fast for them.
 const FROM_POOL: usize = 1 << 18;
@@ -130,8 +133,9 @@ fn symbol(library: *mut c_void, name: &str) -> Option<*mut c_void> {
 impl Api {
     fn find(library: *mut c_void) -> Result<Self, String> {
         let call = Functions::find(library)?;
-        // Cells come from C++'s `new`. A function to free them exists from 2.13 on.
-        let free = symbol(library, "_ZdlPv\0").ok_or("operator delete")?;
+        // Cells come from C++'s `new`; from 2.13 on there is a function to free them.
+        let free = symbol(library, "torch_delete_stable_ivalue\0");
+        let free = free.or_else(|| symbol(library, "_ZdlPv\0")).ok_or("operator delete")?;
         let from_blob = symbol(library, "torch_from_blob\0");
         // SAFETY: PyTorch's headers declare `torch_from_blob` with these types, and `operator
         // delete` takes a pointer. The others take nothing and only tell a number.
@@ -207,7 +211,6 @@ pub(crate) fn register(library: &str) -> Result<(), String> {
     // SAFETY: calls as PyTorch's headers declare them; all strings end in 0. The libraries stay for
     // as long as the process, and so do the kernels.
     unsafe {
-        let version = (api.call.aoti_torch_abi_version)();
         let mut definitions = std::ptr::null_mut();
         let code = (api.call.aoti_torch_library_init_def)(
             file.as_ptr(),
@@ -229,7 +232,7 @@ pub(crate) fn register(library: &str) -> Result<(), String> {
             let text = |text: &str| CString::new(text).map_err(|error| error.to_string());
             let (schema, name) = (text(op.schema)?, text(op.name())?);
             done((api.call.aoti_torch_library_def)(definitions, schema.as_ptr()), op.schema)?;
-            let code = (api.call.torch_library_impl)(kernels, name.as_ptr(), boxed, version);
+            let code = (api.call.torch_library_impl)(kernels, name.as_ptr(), boxed, WRITTEN_FOR);
             done(code, op.name())?;
         }
     }
@@ -293,7 +296,11 @@ impl Tensors {
     fn own(&mut self, tensor: Tensor) -> Option<Raw> {
         self.inputs[self.counts.0] = tensor;
         self.counts.0 += 1;
-        self.read(tensor)
+        let mut data = std::ptr::null();
+        // SAFETY: a tensor that this call owns. To ask for memory to write would copy what is shared
+        // until then.
+        let failed = unsafe { (self.api.call.torch_get_const_data_ptr)(tensor, &mut data) };
+        if failed == 0 { self.read(tensor, data.cast_mut()) } else { None }
     }
 
     /// Takes an input over, and tells what it is if that is a plain tensor on the CPU.
@@ -309,14 +316,13 @@ impl Tensors {
         (plain && !raw.is_elsewhere()).then_some(raw)
     }
 
-    fn read(&self, tensor: Tensor) -> Option<Raw> {
+    fn read(&self, tensor: Tensor, data: *mut c_void) -> Option<Raw> {
         let call = &self.api.call;
-        let (mut data, mut rank, mut dtype) = (std::ptr::null_mut(), 0, 0);
+        let (mut rank, mut dtype) = (0, 0);
         let (mut sizes, mut strides) = (std::ptr::null(), std::ptr::null());
         // SAFETY: a tensor that this call owns; sizes and strides live as long as it.
         unsafe {
-            let failed = (call.aoti_torch_get_data_ptr)(tensor, &mut data)
-                | (call.aoti_torch_get_dim)(tensor, &mut rank)
+            let failed = (call.aoti_torch_get_dim)(tensor, &mut rank)
                 | (call.aoti_torch_get_dtype)(tensor, &mut dtype)
                 | (call.aoti_torch_get_sizes)(tensor, &mut sizes)
                 | (call.aoti_torch_get_strides)(tensor, &mut strides);
@@ -359,7 +365,8 @@ impl Tensors {
                 let (strided, none) = (self.api.strided, std::ptr::null());
                 // SAFETY: the buffer has the elements of this dense shape, and is dropped with the
                 // tensor.
-                let failed = unsafe {
+                // If it fails, the buffer is lost: who owns it then cannot be known.
+                unsafe {
                     from_blob(
                         data,
                         rank,
@@ -376,12 +383,7 @@ impl Tensors {
                         drop_buffer,
                         owner,
                     )
-                };
-                if failed != 0 {
-                    // SAFETY: nobody has taken it.
-                    unsafe { drop_buffer(data, owner) };
                 }
-                failed
             }
             // SAFETY: sizes and strides have this rank.
             _ => unsafe {
@@ -392,7 +394,10 @@ impl Tensors {
         if failed == 0 && self.counts.1 < MOST {
             self.outputs[self.counts.1] = tensor;
             self.counts.1 += 1;
-            if let Some(raw) = self.read(tensor) {
+            let mut data = std::ptr::null_mut();
+            // SAFETY: a tensor that this call owns.
+            unsafe { (self.api.call.aoti_torch_get_data_ptr)(tensor, &mut data) };
+            if let Some(raw) = self.read(tensor, data) {
                 return Ok(raw);
             }
         }
@@ -554,7 +559,7 @@ fn call(op: usize, stack: &mut [u64], inputs: usize) -> Result<(), String> {
     let fault = match ran {
         Ok(Ok(())) => None,
         Ok(Err(fault)) => Some(fault),
-        Err(_) => Some(Fault::value(format!("{}: a bug in fuselane", OPS[op].name()))),
+        Err(_) => Some(Fault::bug(OPS[op].name())),
     };
     if let Some(fault) = fault {
         let message = fault.message.clone();

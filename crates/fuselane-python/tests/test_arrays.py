@@ -58,6 +58,24 @@ def test_numpy_views_and_readonly():
     assert fuselane.act(np.empty((0, 4), np.float32)).shape == (0, 4)
 
 
+def test_numpy_numbers_lists_and_frequencies():
+    x = np.random.default_rng(0).standard_normal((1, 5, 1, 8)).astype(np.float32)
+    theta = fuselane.theta.frequencies(8)
+    want = fuselane.lrpe_rotate(torch.from_numpy(x), theta, 3).numpy()
+    for form in (theta, np.float32(theta), np.float32([theta])):
+        assert np.array_equal(fuselane.lrpe_rotate(x, form, np.int64(3)), want)
+    table = fuselane.AngleTable(theta, count=4, length=10)
+    assert np.array_equal(fuselane.lrpe_rotate(x, table, 3), want)
+    y = np.full((2, 4), -np.inf, np.float32)
+    assert not fuselane.softmax(y, zero_masked_rows=np.True_).any()
+    with pytest.raises(TypeError, match="normalize: weight is a list"):
+        fuselane.rms_norm(x, [1.0] * 8)
+    with pytest.raises(TypeError, match="lrpe_rotate: positions is a list"):
+        fuselane.lrpe_rotate(x, theta, positions=[0, 1, 2, 3, 4])
+    with pytest.raises(TypeError, match="softmax: dim is a NoneType, expected a whole number"):
+        fuselane.softmax(x, None)
+
+
 def test_results_outlive_the_call():
     x = np.random.default_rng(0).standard_normal((600, 1000)).astype(np.float32)
     kept = [fuselane.act(x, "relu") for _ in range(5)]

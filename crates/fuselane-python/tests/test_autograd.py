@@ -70,8 +70,31 @@ def test_double_backward_is_refused(call):
     function, tensors = call
     o = function(*tensors)
     grads = torch.autograd.grad(o.square().sum(), tensors, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="differentiated twice"):
         sum(grad.sum() for grad in grads).backward()
+
+
+def test_double_backward_through_what_was_kept_is_refused():
+    """Where the incoming gradient is a constant, the second derivative comes from x alone."""
+    for act in ("silu", "sigmoid", "gelu"):
+        x = torch.randn(4, requires_grad=True)
+        (g,) = torch.autograd.grad(fuselane.act(x, act).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiated twice"):
+            g.sum().backward()
+    x = torch.randn(3, 8, requires_grad=True)
+    (g,) = torch.autograd.grad(fuselane.rms_norm(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        g.sum().backward()
+    with pytest.raises(RuntimeError):
+        torch.autograd.functional.hessian(lambda v: fuselane.act(v).sum(), torch.randn(3))
+
+
+def test_a_sum_that_nothing_needs_requires_no_gradient():
+    x, weight = torch.randn(3, 8), torch.randn(8, requires_grad=True)
+    o, total = fuselane.rms_norm(x, weight, x, return_residual=True)
+    assert o.requires_grad and not total.requires_grad
+    o.sum().backward()
+    assert weight.grad is not None
 
 
 def test_backward_twice_is_refused(call):

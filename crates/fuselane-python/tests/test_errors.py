@@ -46,6 +46,22 @@ CASES = [
     (ValueError, "lrpe_rotate: shape is given with positions", lambda: fuselane.lrpe_rotate(Q, torch.rand(4), shape=(5,), positions=torch.arange(5))),
     (ValueError, "cosine: ", lambda: fuselane.lrpe_cosine(Q, torch.rand(3))),
     (ValueError, "cosine: ", lambda: fuselane.lrpe_cosine(Q, torch.rand(8), shape=(3, 3))),
+    (ValueError, "lrpe_rotate: pairs is -5", lambda: fuselane.lrpe_rotate(Q, torch.rand(4), pairs=-5)),
+    (ValueError, "lrpe_rotate: offset is 3 with positions", lambda: fuselane.lrpe_rotate(Q, torch.rand(4), 3, positions=torch.arange(5))),
+    (TypeError, "lrpe_rotate: positions is a list", lambda: fuselane.lrpe_rotate(Q, torch.rand(4), positions=[0, 1, 2, 3, 4])),
+    (TypeError, "lrpe_rotate: cu_seqlens is a list", lambda: fuselane.lrpe_rotate(Q, torch.rand(4), cu_seqlens=[0, 5])),
+    (TypeError, "lrpe_rotate: ", lambda: fuselane.lrpe_rotate(Q, torch.rand(4), 1.5)),
+    (ValueError, "rotate: cu_seqlens has shape", lambda: fuselane.lrpe_rotate(Q, torch.rand(4), cu_seqlens=torch.tensor([[0, 5]]))),
+    (TypeError, "softmax: ", lambda: fuselane.softmax(X, None)),
+    (TypeError, "softmax: ", lambda: fuselane.softmax(X, 1.0)),
+    (TypeError, "normalize: weight is a int", lambda: fuselane.rms_norm(X, 8)),
+    (TypeError, "normalize: weight is a tuple", lambda: fuselane.rms_norm(X, (8,), X[0])),
+    (TypeError, "normalize: residual is a list", lambda: fuselane.rms_norm(X, None, [1])),
+    (TypeError, "normalize: ", lambda: fuselane.rms_norm(X, eps=None)),
+    (TypeError, "normalize: ", lambda: fuselane.group_norm(X, 2.0)),
+    (ValueError, "normalize: weight is on meta, expected cpu", lambda: fuselane.rms_norm(X, torch.ones(8, device="meta"))),
+    (ValueError, "AngleTable: length is -4", lambda: fuselane.AngleTable([1.0], 1, -4)),
+    (ValueError, "LrpeRotate: head_dim is 7", lambda: fuselane.nn.LrpeRotate(7)),
     (ValueError, "theta: dim is 3", lambda: fuselane.theta.frequencies(3)),
     (ValueError, "theta: scaling is .ntkk.", lambda: fuselane.theta.frequencies(4, scaling="ntkk")),
     (ValueError, "AngleTable: expected either", lambda: fuselane.AngleTable([1.0], 1)),
@@ -92,6 +108,27 @@ def test_a_mixture_of_devices():
         x, w = torch.empty(3, 8), torch.empty(8, device="cuda")
         with pytest.raises(ValueError, match="weight is on cuda"):
             fuselane.rms_norm(x, w)
+
+
+def test_errors_of_others_are_not_ours():
+    def refuse(x):
+        return fuselane.lrpe_rotate(x, torch.rand(4), cu_seqlens=torch.tensor([0, 9]))
+
+    with pytest.raises(Exception):
+        torch.compile(refuse, backend="aot_eager")(Q)
+
+    def fail(tensor):
+        raise RuntimeError("disk full")
+
+    x = torch.randn(3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(fail, lambda t: t):
+        with pytest.raises(RuntimeError, match="disk full"):
+            fuselane.act(x)
+
+
+def test_zero_dimensional_tensors_are_numbers():
+    theta = torch.rand(4)
+    assert torch.equal(fuselane.lrpe_rotate(Q, theta, torch.tensor(5)), fuselane.lrpe_rotate(Q, theta, 5))
 
 
 def test_the_call_after_an_error_works():

@@ -95,6 +95,25 @@ def test_copies(module):
     module.float()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_default_eps_is_that_of_pytorch(dtype):
+    x = (0.01 * torch.randn(3, 16)).to(dtype)
+    want = torch.nn.RMSNorm(16)(x.float())
+    got = nn.RMSNorm(16)(x).float()
+    assert torch.allclose(got, want, rtol=4 * torch.finfo(dtype).eps, atol=1e-4)
+
+
+def test_frequencies_stay_wide():
+    rotate = nn.LrpeRotate(64, learned=True).bfloat16()
+    cosine = torch.nn.Sequential(nn.LrpeCosine(64)).half()[0]
+    assert rotate.theta.dtype == torch.float32 == cosine.theta.dtype
+    assert torch.equal(rotate.theta, nn.LrpeRotate(64).theta) and rotate.theta.requires_grad
+    assert nn.LrpeRotate(64).double().theta.dtype == torch.float64
+    empty = nn.LrpeRotate(64).to_empty(device="cpu")
+    empty.reset_parameters()
+    assert torch.equal(empty.theta, nn.LrpeRotate(64).theta)
+
+
 def test_bad_options():
     with pytest.raises(ValueError, match="Act: act is 'sillu'.*did you mean 'silu'"):
         nn.Act("sillu")

@@ -76,6 +76,12 @@ def test_forms_of_theta(shape):
     assert_close(fuselane.lrpe_rotate(x, theta), plain.rotate(x.double(), theta.double()), 4, 1e-5)
 
 
+def test_positions_of_one_row_serve_every_batch_entry():
+    x, theta, spots = torch.randn(B, N, H, D), torch.rand(4), torch.arange(3, 3 + N)
+    want = fuselane.lrpe_rotate(x, theta, 3)
+    assert torch.equal(fuselane.lrpe_rotate(x, theta, positions=spots[None]), want)
+
+
 def test_lists_are_frequencies():
     x = torch.randn(1, 4, 1, 8)
     theta = fuselane.theta.frequencies(8)

@@ -16,14 +16,18 @@ pub fn last_level_cache_bytes() -> usize {
     })
 }
 
-/// The machine's memory in bytes, as the system tells it; 4 GiB where it does not.
+/// The memory that this process may use, in bytes: the machine's, or the limit of its container if that
+/// is smaller; 4 GiB where the system does not tell.
 pub fn memory_bytes() -> usize {
     static BYTES: OnceLock<usize> = OnceLock::new();
     *BYTES.get_or_init(|| {
         let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let line = info.lines().find_map(|line| line.strip_prefix("MemTotal:"));
         let kib = line.and_then(|rest| rest.trim().strip_suffix(" kB")?.parse::<usize>().ok());
-        kib.map_or(4 << 30, |kib| kib.saturating_mul(1024))
+        let all = kib.map_or(4 << 30, |kib| kib.saturating_mul(1024));
+        let limits = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
+        let limits = limits.iter().filter_map(|path| std::fs::read_to_string(path).ok());
+        limits.filter_map(|text| text.trim().parse().ok()).fold(all, usize::min)
     })
 }
 

@@ -4,7 +4,8 @@ back as the kind that came."""
 from __future__ import annotations
 
 import sys
-from typing import Any, NoReturn
+from operator import index
+from typing import Any, Callable, NoReturn
 
 from . import _native
 
@@ -17,26 +18,47 @@ def call(operator: str, name: str, arguments: list[Any], like: Any) -> list[Any]
     if not _is_numpy(like) and not hasattr(like, "__dlpack__"):
         _refuse(operator, "x", like)
     kept: list[Any] = []  # what the descriptions point to
-    described = [_describe(operator, argument, kept) for argument in arguments]
+    parameters = _native.parameters(name)
+    described = [
+        _describe(operator, parameter, kind, argument, kept)
+        for (parameter, kind), argument in zip(parameters, arguments)
+    ]
     return [_like(block, like) for block in _native.call(name, described)]
 
 
-def _describe(operator: str, x: Any, kept: list[Any]) -> Any:
-    if x is None or isinstance(x, (int, float, list)):
-        return x
+def _describe(operator: str, name: str, kind: str, x: Any, kept: list[Any]) -> Any:
+    """An argument as the compiled half takes it."""
+    if kind in _NUMBERS:
+        try:
+            return _NUMBERS[kind](x)
+        except (TypeError, ValueError):
+            got = f"{operator}: {name} is a {type(x).__name__}"
+            raise TypeError(f"{got}, expected {_EXPECTED[kind]}") from None
+    if x is None and kind == "optional tensor":
+        return None
     if _is_numpy(x):
-        return _describe_numpy(operator, x, kept)
-    if not hasattr(x, "__dlpack__"):
-        _refuse(operator, "an argument", x)
+        return _describe_numpy(operator, name, x, kept)
+    if not hasattr(x, "__dlpack__") or not hasattr(x, "__dlpack_device__"):
+        _refuse(operator, name, x)
     device = x.__dlpack_device__()
     if int(device[0]) != 1:
         raise ValueError(
-            f"{operator}: an array is on another device (DLPack's number {int(device[0])}), expected "
+            f"{operator}: {name} is on another device (DLPack's number {int(device[0])}), expected "
             "the CPU, the only one for now"
         )
     capsule = x.__dlpack__()
     kept.append(capsule)
     return _native.describe(capsule)
+
+
+#: How numbers are taken: as Python's own, whatever library they come from.
+_NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "int": index,
+    "float": float,
+    "flag": bool,
+    "ints": lambda x: [index(item) for item in x],
+}
+_EXPECTED = {"int": "a whole number", "float": "a number", "flag": "a bool", "ints": "whole numbers"}
 
 
 def _refuse(operator: str, name: str, x: Any) -> NoReturn:
@@ -51,20 +73,22 @@ def _is_numpy(x: Any) -> bool:
     return numpy is not None and isinstance(x, (numpy.ndarray, numpy.generic))
 
 
-def _describe_numpy(operator: str, x: Any, kept: list[Any]) -> tuple[int, str, Any, tuple[int, ...]]:
+def _describe_numpy(
+    operator: str, name: str, x: Any, kept: list[Any]
+) -> tuple[int, str, Any, tuple[int, ...]]:
     import numpy
 
     x = numpy.asarray(x)
     size = x.dtype.itemsize
     if not x.dtype.isnative and x.dtype.name in _NUMPY_DTYPES:
         raise ValueError(
-            f"{operator}: an array has the other byte order ({x.dtype.str}), expected this machine's: "
+            f"{operator}: {name} has the other byte order ({x.dtype.str}), expected this machine's: "
             "call .astype(x.dtype.newbyteorder('=')) on it"
         )
-    if any(stride % size for stride in x.strides):
+    if not size or not x.flags.aligned or any(stride % size for stride in x.strides):
         raise ValueError(
-            f"{operator}: an array has strides of {x.strides} bytes, expected multiples of its "
-            f"element size {size}: call .copy() on it"
+            f"{operator}: {name} has strides of {x.strides} bytes, expected multiples of its "
+            f"element size {size}, aligned to it: call .copy() on it"
         )
     kept.append(x)
     return x.ctypes.data, x.dtype.name, x.shape, tuple(stride // size for stride in x.strides)

@@ -113,7 +113,9 @@ class _Norm(torch.nn.Module):
         return tuple(t.view(x.shape) for t in o) if return_residual else o.view(x.shape)
 
     def _eps(self, x: torch.Tensor) -> float:
-        return torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        if self.eps is not None:
+            return self.eps
+        return torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
@@ -124,7 +126,8 @@ class RMSNorm(_Norm):
 
     Args:
         normalized_shape: The last dimension, or the last dimensions.
-        eps: Added to the mean square; None is the smallest step of the dtype of x at 1, as PyTorch has it.
+        eps: Added to the mean square; None is the smallest step at 1 of the dtype that is computed in
+            (float32, or float64 for that), as PyTorch has it.
         elementwise_affine: Whether there is a weight.
         one_plus_weight: Multiplies by 1 + weight, as Gemma does; the weight begins with 0 then.
 
@@ -211,12 +214,12 @@ class LayerNorm(_Norm):
 
     def forward(
         self,
-        x: torch.Tensor,
+        input: torch.Tensor,
         residual: torch.Tensor | None = None,
         return_residual: bool = False,
     ) -> Any:
-        options = (2, False, False, 1.0, self._eps(x), True, 1)
-        return self._run(x, residual, None, options, return_residual)
+        options = (2, False, False, 1.0, self._eps(input), True, 1)
+        return self._run(input, residual, None, options, return_residual)
 
 
 class GatedRMSNorm(_Norm):
@@ -287,12 +290,28 @@ class _Encoding(torch.nn.Module):
         layout: str,
     ) -> None:
         super().__init__()
-        theta = torch.tensor([frequencies(2 * count, base)] * num_heads)
+        self._frequencies = (count, num_heads, base)
+        theta = torch.empty(num_heads, count, dtype=torch.float32)
         if learned:
             self.theta = torch.nn.Parameter(theta)
         else:
             self.register_buffer("theta", theta)
+        self.reset_parameters()
         self.act, self.dim, self.layout = act, dim, layout
+
+    def reset_parameters(self) -> None:
+        """The frequencies that it began with."""
+        count, num_heads, base = self._frequencies
+        with torch.no_grad():
+            self.theta.copy_(torch.tensor([frequencies(2 * count, base)] * num_heads))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # Frequencies of 16 bits would put tokens in wrong places: they stay as wide as they are.
+        wide = self.theta.detach().clone()
+        super()._apply(fn, recurse)
+        if self.theta.dtype in (torch.float16, torch.bfloat16):
+            self.theta.data = wide.to(self.theta.device)
+        return self
 
     def extra_repr(self) -> str:
         heads, count = self.theta.shape
@@ -327,6 +346,8 @@ class LrpeRotate(_Encoding):
         layout: str = "bnhd",
         interleaved: bool = False,
     ) -> None:
+        if head_dim % 2:
+            raise ValueError(f"LrpeRotate: head_dim is {head_dim}, expected an even number")
         super().__init__(head_dim // 2, num_heads, base, learned, act, dim, layout)
         self.interleaved = interleaved
 

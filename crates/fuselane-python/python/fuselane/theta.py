@@ -87,6 +87,8 @@ class AngleTable:
     ) -> None:
         if (length is None) == (shape is None):
             raise ValueError("AngleTable: expected either length or shape")
+        if length is not None and length < 0:
+            raise ValueError(f"AngleTable: length is {length}, expected at least 0")
         values = theta.detach() if hasattr(theta, "detach") else theta
         values = values.tolist() if hasattr(values, "tolist") else [*values]
         rows = values if values and isinstance(values[0], (list, tuple)) else [values]

@@ -1,6 +1,8 @@
 //! What rotate and cosine share: where tokens stand, and tables of angles.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -12,15 +14,37 @@ use crate::raw::Raw;
 
 /// The tables that Python holds, by number: what passes through PyTorch's dispatcher are tensors and
 /// numbers. A number is never given twice.
-static TABLES: Mutex<Option<HashMap<i64, Arc<AngleTable>>>> = Mutex::new(None);
-static NEXT: AtomicI64 = AtomicI64::new(1);
+static TABLES: Mutex<Tables> = Mutex::new(None);
+type Tables = Option<HashMap<i64, Arc<AngleTable>>>;
+static NEXT: AtomicI64 = AtomicI64::new(0);
 
-fn tables() -> MutexGuard<'static, Option<HashMap<i64, Arc<AngleTable>>>> {
+fn tables() -> MutexGuard<'static, Tables> {
     TABLES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+thread_local! {
+    static HELD: RefCell<Option<MutexGuard<'static, Tables>>> = const { RefCell::new(None) };
+}
+
+/// Holds the tables while this thread forks, so that the child does not get a lock that another thread
+/// has.
+pub(crate) fn before_fork() {
+    HELD.set(Some(tables()));
+}
+
+/// To be called in parent and child.
+pub(crate) fn after_fork() {
+    HELD.take();
 }
 
 /// Keeps a table and tells its number.
 pub(crate) fn keep_table(table: AngleTable) -> i64 {
+    if NEXT.load(Ordering::Relaxed) == 0 {
+        // From a number that other processes do not have: one in a saved program is not taken for a
+        // table of ours.
+        let first = RandomState::new().build_hasher().finish() >> 2 | 1;
+        let _ = NEXT.compare_exchange(0, first as i64, Ordering::Relaxed, Ordering::Relaxed);
+    }
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     tables().get_or_insert_default().insert(number, Arc::new(table));
     number
@@ -101,6 +125,12 @@ impl Arguments {
                 "{operator}: positions has shape {:?}, expected (tokens) or (batch, tokens)",
                 positions.shape()
             )));
+        }
+        if let Some(ends) = &self.ends
+            && ends.shape().len() != 1
+        {
+            let got = format!("{operator}: cu_seqlens has shape {:?}", ends.shape());
+            return Err(Fault::value(got + ", expected one dimension"));
         }
         let ends = integers(&self.ends, "cu_seqlens")?;
         let table = match self.table {

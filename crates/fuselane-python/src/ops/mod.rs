@@ -40,10 +40,39 @@ pub(crate) struct Op {
     pub(crate) run: fn(&mut dyn Edge) -> Result<(), Fault>,
 }
 
+/// What an argument has to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Parameter {
+    Tensor,
+    OptionalTensor,
+    Int,
+    Float,
+    Flag,
+    Ints,
+}
+
 impl Op {
     /// Its name: the schema up to the arguments.
     pub(crate) fn name(&self) -> &'static str {
         self.schema.split('(').next().unwrap_or_default()
+    }
+
+    /// The names of its arguments and what they have to be, as the schema says.
+    pub(crate) fn parameters(&self) -> Vec<(&'static str, Parameter)> {
+        let list = self.schema.split(['(', ')']).nth(1).unwrap_or_default();
+        let parameter = |text: &'static str| {
+            let (kind, name) = text.trim().rsplit_once(' ').unwrap_or_default();
+            let kind = match kind.trim() {
+                "Tensor" => Parameter::Tensor,
+                "Tensor?" => Parameter::OptionalTensor,
+                "float" => Parameter::Float,
+                "bool" => Parameter::Flag,
+                "SymInt[]" => Parameter::Ints,
+                _ => Parameter::Int,
+            };
+            (name, kind)
+        };
+        list.split(',').map(parameter).collect()
     }
 }
 
@@ -110,4 +139,4 @@ fn view_mut<'a>(
     output.as_ref().map(|output| output.view_mut(operator, name)).transpose()
 }
 
-pub(crate) use angles::{drop_table, keep_table};
+pub(crate) use angles::{after_fork, before_fork, drop_table, keep_table};

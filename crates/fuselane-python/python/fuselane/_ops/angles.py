@@ -36,8 +36,25 @@ def arguments_of(
     grid = [] if shape is None else [shape] if isinstance(shape, int) else list(shape)
     if grid and (positions is not None or cu_seqlens is not None):
         raise ValueError(f"{operator}: shape is given with positions or cu_seqlens, expected one of them")
+    if positions is not None:
+        if not isinstance(offset, int) or offset != 0:
+            raise ValueError(f"{operator}: offset is {offset} with positions, expected one of them")
+        spots = _backend.shape_of(positions)
+        if spots is not None and len(spots) == 2 and spots[0] == 1:
+            positions = positions[0]  # the same for every batch entry
     number = _act_number(operator, act, dim, heads_first)
     return positions, cu_seqlens, table, number, offset, grid, extra_tokens, heads_first
+
+
+def frequencies_of(theta: Any, x: Any) -> Any:
+    """Theta for arrays that are no tensors: with a row for each head, or one for all."""
+    theta = theta.theta if isinstance(theta, AngleTable) else theta
+    if isinstance(theta, (list, tuple)):
+        import numpy
+
+        theta = numpy.asarray(theta, dtype="float32")
+    size = _backend.shape_of(theta)
+    return theta[None] if size is not None and len(size) == 1 else theta
 
 
 def _act_number(operator: str, act: str, dim: int | None, heads_first: bool) -> int:

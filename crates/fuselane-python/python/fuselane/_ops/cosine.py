@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _arrays, _backend
-from ..theta import AngleTable
-from .angles import arguments_of
+from .angles import arguments_of, frequencies_of
 
 
 def lrpe_cosine(
@@ -57,5 +56,5 @@ def lrpe_cosine(
     )
     if isinstance(x, _backend.Tensor) or _backend.is_tensor(x):
         return _backend.torch.cosine(x, theta, placed)
-    frequencies = theta.theta if isinstance(theta, AngleTable) else theta
+    frequencies = frequencies_of(theta, x)
     return _arrays.call("lrpe_cosine", "cosine", [x, frequencies, *placed], x)[0]

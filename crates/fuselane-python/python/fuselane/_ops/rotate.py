@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _arrays, _backend
-from ..theta import AngleTable
-from .angles import arguments_of
+from .angles import arguments_of, frequencies_of
 
 
 def lrpe_rotate(
@@ -45,7 +44,8 @@ def lrpe_rotate(
         shape: Tokens stand on a grid of this shape, the last axis fastest, and the pairs are split
             among its axes.
         l: So many first tokens are not turned.
-        positions: Integers, one for each token (tokens) or (batch, tokens), instead of offset.
+        positions: Integers, one for each token, (tokens), (1, tokens) or (batch, tokens), instead of
+            offset.
         cu_seqlens: Ends of packed sequences: integers from 0 to the number of tokens. Positions start
             anew in each, and a softmax over tokens stays within each.
         layout: ``"bnhd"`` or ``"bhnd"``.
@@ -66,8 +66,10 @@ def lrpe_rotate(
     placed = arguments_of(
         "lrpe_rotate", x, theta, act, dim, offset, shape, l, positions, cu_seqlens, layout
     )
+    if pairs is not None and pairs < 0:
+        raise ValueError(f"lrpe_rotate: pairs is {pairs}, expected at least 0")
     options = (interleaved, rotary_dim, -1 if pairs is None else pairs)
     if isinstance(x, _backend.Tensor) or _backend.is_tensor(x):
         return _backend.torch.rotate(x, theta, placed, options)
-    frequencies = theta.theta if isinstance(theta, AngleTable) else theta
+    frequencies = frequencies_of(theta, x)
     return _arrays.call("lrpe_rotate", "rotate", [x, frequencies, *placed, *options], x)[0]

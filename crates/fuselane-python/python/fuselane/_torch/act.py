@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import _native
 from .errors import check_float, translated
 from .layout import like
+from .once import once_differentiable
 from .register import NUMBERS, direct, dispatched, operator, register_fake
 
 _forward = operator("act")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from . import angles
 from .angles import check_call
+from .once import once_differentiable
 from .register import operator, register_fake
 
 _forward = operator("cosine")

@@ -13,6 +13,8 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 def translated(error: Exception, operator: str, **tensors: Any) -> Exception:
     """What to raise for an error of a call with these tensors."""
+    if torch.compiler.is_compiling():
+        return error
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -27,14 +29,23 @@ def translated(error: Exception, operator: str, **tensors: Any) -> Exception:
             f"{operator}: called within a transform of torch.func (vmap, grad, jvp), expected a call "
             "outside of them"
         )
-    return _native.take_error() or error
+    if "Expected a value of type" in str(error):  # a number or flag that is none
+        return TypeError(f"{operator}: {str(error).splitlines()[0].partition('() ')[2]}")
+    kept = _native.take_error()
+    # One that was kept earlier may be of another call.
+    return kept if kept is not None and str(kept)[:400] in str(error) else error
 
 
 def check(operator: str, **tensors: Any) -> None:
-    """Refuses devices and layouts that there are no kernels for."""
+    """Refuses devices and layouts that there are no kernels for, and tensors on different devices."""
+    first = next((tensor for tensor in tensors.values() if tensor is not None), None)
     for name, tensor in tensors.items():
         if tensor is None:
             continue
+        if first is not None and tensor.device.type != first.device.type and "cuda" not in str(tensor.device):
+            raise ValueError(
+                f"{operator}: {name} is on {tensor.device}, expected {first.device} (as x)"
+            )
         if tensor.device.type not in ("cpu", "meta"):
             raise ValueError(
                 f"{operator}: {name} is on {tensor.device}, expected the CPU, the only device for now: "

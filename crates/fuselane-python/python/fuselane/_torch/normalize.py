@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .errors import check_float, translated
 from .layout import rows
+from .once import once_differentiable
 from .register import operator, register_fake
 
 _forward = operator("normalize")
@@ -77,6 +77,8 @@ class _Normalize(torch.autograd.Function):
         ctx.save_for_backward(kept[0], weight, bias, kept[1], gate, rstd, mean if options[5] else None)
         ctx.options = options
         ctx.set_materialize_grads(False)
+        if keep_sum and not (ctx.needs_input_grad[0] or ctx.needs_input_grad[3]):
+            ctx.mark_non_differentiable(total)
         return (o, total) if keep_sum else o
 
     @staticmethod
