@@ -99,13 +99,13 @@ def dispatched(name: str) -> Callable[..., Any]:
     overload = getattr(torch.ops.fuselane, name).default
 
     def call(*arguments: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            if _transform_level() is not None:
-                raise NotImplementedError(
-                    f"{name}: called within a transform of torch.func (vmap, grad, jvp), expected a "
-                    "call outside of them"
-                )
-            if torch.autograd.forward_ad._current_level >= 0 and any(map(_has_tangent, arguments)):
+        if _transform_level() is not None:
+            raise NotImplementedError(
+                f"{name}: called within a transform of torch.func (vmap, grad, jvp), expected a call "
+                "outside of them"
+            )
+        if not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0:
+            if any(map(_has_tangent, arguments)):
                 raise NotImplementedError(
                     f"{name}: a tensor carries a tangent of forward-mode differentiation, expected "
                     "gradients by a backward"
