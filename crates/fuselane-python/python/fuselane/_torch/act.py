@@ -12,7 +12,6 @@ from .layout import like
 from .once import once_differentiable
 from .register import NUMBERS, direct, dispatched, operator, register_fake
 
-_forward = operator("act")
 _backward = operator("act_backward")
 _dispatched = dispatched("act")
 _grad_enabled = torch.is_grad_enabled
@@ -26,7 +25,7 @@ def act(x: Any, number: int) -> Any:
     try:
         if x.requires_grad and _grad_enabled():
             return _Act.apply(x, number)
-        o = direct(_ACT, x, number)  # `_forward` without its frame, in the smallest operator
+        o = direct(_ACT, x, number)  # without a frame around it, in the smallest operator
         return _dispatched(x, number) if o is None else o
     except RuntimeError as error:
         raise translated(error, "act", x=x) from None
@@ -35,7 +34,9 @@ def act(x: Any, number: int) -> Any:
 class _Act(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, number: int) -> Any:
-        o = _forward(x, number)
+        o = direct(_ACT, x, number)
+        if o is None:
+            o = _dispatched(x, number)
         # As PyTorch does: without an exponential in the backward, and without keeping x.
         ctx.save_for_backward(o if number in _FROM_OUTPUT else x)
         ctx.number = number
