@@ -274,7 +274,7 @@ mod tests {
     fn sums_do_not_depend_on_threads() {
         let sum = |threads: usize| {
             let mut total = [0.0f32; 3];
-            let call = || {
+            let mut call = || {
                 sum_over_ranges(1001, 1 << 12, &mut total, |range, partial| {
                     for i in range {
                         for (k, p) in partial.iter_mut().enumerate() {
