@@ -16,7 +16,7 @@ import torch
 from ._names import ACTS, unknown
 from ._ops.act import act as _act
 from ._ops.cosine import lrpe_cosine as _lrpe_cosine
-from ._ops.normalize import _normalize
+from ._ops.normalize import options_of, run
 from ._ops.rotate import lrpe_rotate as _lrpe_rotate
 from .theta import frequencies
 
@@ -55,6 +55,8 @@ class _Norm(torch.nn.Module):
 
     weight: torch.nn.Parameter | None
     bias: torch.nn.Parameter | None
+    use_mean = False
+    one_plus_weight = False
 
     def __init__(
         self,
@@ -84,6 +86,16 @@ class _Norm(torch.nn.Module):
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        return_residual: bool = False,
+    ) -> Any:
+        """Normalizes x, or x + residual, which is returned too if asked for."""
+        options = options_of(self._eps(x), self.use_mean, one_plus_weight=self.one_plus_weight)
+        return self._run(x, residual, None, options, return_residual)
+
     def _flat(self, x: torch.Tensor | None) -> torch.Tensor | None:
         count = len(self.normalized_shape)
         if x is None:
@@ -107,7 +119,7 @@ class _Norm(torch.nn.Module):
         weight = None if self.weight is None else self.weight.reshape(-1)
         bias = None if self.bias is None else self.bias.reshape(-1)
         residual, gate = self._flat(residual), self._flat(gate)
-        o = _normalize(flat, weight, bias, residual, gate, options, return_residual)
+        o = run(flat, weight, bias, residual, gate, options, return_residual)
         if len(self.normalized_shape) == 1:
             return o
         return tuple(t.view(x.shape) for t in o) if return_residual else o.view(x.shape)
@@ -159,15 +171,6 @@ class RMSNorm(_Norm):
         if self.one_plus_weight and self.weight is not None:
             torch.nn.init.zeros_(self.weight)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        return_residual: bool = False,
-    ) -> Any:
-        options = (2, False, self.one_plus_weight, 1.0, self._eps(x), False, 1)
-        return self._run(x, residual, None, options, return_residual)
-
 
 class SRMSNorm(_Norm):
     """``x / sqrt(mean(x^2) + eps)``: without parameters.
@@ -181,15 +184,6 @@ class SRMSNorm(_Norm):
     def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-6) -> None:
         super().__init__(normalized_shape, eps, False, False)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        return_residual: bool = False,
-    ) -> Any:
-        options = (2, False, False, 1.0, self._eps(x), False, 1)
-        return self._run(x, residual, None, options, return_residual)
-
 
 class LayerNorm(_Norm):
     """What :class:`torch.nn.LayerNorm` is, with a residual.
@@ -199,6 +193,8 @@ class LayerNorm(_Norm):
         >>> fuselane.nn.LayerNorm(2, eps=0.0)(torch.tensor([5.0, 9.0])).tolist()
         [-1.0, 1.0]
     """
+
+    use_mean = True
 
     def __init__(
         self,
@@ -218,8 +214,7 @@ class LayerNorm(_Norm):
         residual: torch.Tensor | None = None,
         return_residual: bool = False,
     ) -> Any:
-        options = (2, False, False, 1.0, self._eps(input), True, 1)
-        return self._run(input, residual, None, options, return_residual)
+        return super().forward(input, residual, return_residual)
 
 
 class GatedRMSNorm(_Norm):
@@ -265,9 +260,8 @@ class GatedRMSNorm(_Norm):
         residual: torch.Tensor | None = None,
         return_residual: bool = False,
     ) -> Any:
-        post = self.gate_pos == "post"
-        groups = self.num_groups
-        options = (ACTS[self.gate_act], post, False, 1.0, self._eps(x), False, groups)
+        _, _, *rest = options_of(self._eps(x), num_groups=self.num_groups)
+        options = (ACTS[self.gate_act], self.gate_pos == "post", *rest)
         return self._run(x, residual, gate, options, return_residual)
 
     def extra_repr(self) -> str:

@@ -6,7 +6,10 @@ import math
 from typing import Any
 
 from .. import _arrays, _backend
-from .._names import act_number, unknown
+from .._names import ACTS, act_number, unknown
+
+#: What stands for the activation of a gate where there is none.
+_NO_GATE = ACTS["none"]
 
 
 def normalize(
@@ -77,7 +80,15 @@ def normalize(
         use_mean,
         num_groups,
     )
-    return _normalize(x, weight, bias, residual, gate, options, return_residual)
+    return run(x, weight, bias, residual, gate, options, return_residual)
+
+
+def options_of(
+    eps: float, use_mean: bool = False, num_groups: int = 1, one_plus_weight: bool = False
+) -> tuple[Any, ...]:
+    """The options of a norm without a gate that scales to a mean square of 1, in the order of the
+    operator's schema."""
+    return _NO_GATE, False, one_plus_weight, 1.0, eps, use_mean, num_groups
 
 
 def srms_norm(
@@ -96,7 +107,7 @@ def srms_norm(
         >>> fuselane.srms_norm(torch.tensor([2.0, -2.0]), eps=0.0)
         tensor([ 1., -1.])
     """
-    return _normalize(x, None, None, residual, None, (2, False, False, 1.0, eps, False, 1), return_residual)
+    return run(x, None, None, residual, None, options_of(eps), return_residual)
 
 
 def rms_norm(
@@ -123,8 +134,8 @@ def rms_norm(
         >>> fuselane.rms_norm(torch.tensor([2.0, -2.0]), torch.tensor([1.0, 3.0]), eps=0.0)
         tensor([ 1., -3.])
     """
-    options = (2, False, one_plus_weight, 1.0, eps, False, 1)
-    return _normalize(x, weight, None, residual, None, options, return_residual)
+    options = options_of(eps, one_plus_weight=one_plus_weight)
+    return run(x, weight, None, residual, None, options, return_residual)
 
 
 def layer_norm(
@@ -151,8 +162,8 @@ def layer_norm(
         >>> fuselane.layer_norm(torch.tensor([5.0, 9.0]), eps=0.0)
         tensor([-1.,  1.])
     """
-    options = (2, False, False, 1.0, eps, True, 1)
-    return _normalize(x, weight, bias, residual, None, options, return_residual)
+    options = options_of(eps, use_mean=True)
+    return run(x, weight, bias, residual, None, options, return_residual)
 
 
 def group_norm(
@@ -182,11 +193,10 @@ def group_norm(
         >>> fuselane.group_norm(torch.tensor([1.0, 3.0, 10.0, 30.0]), 2, eps=0.0)
         tensor([-1.,  1., -1.,  1.])
     """
-    options = (2, False, False, 1.0, eps, use_mean, num_groups)
-    return _normalize(x, weight, bias, None, None, options, False)
+    return run(x, weight, bias, None, None, options_of(eps, use_mean, num_groups), False)
 
 
-def _normalize(
+def run(
     x: Any,
     weight: Any,
     bias: Any,
