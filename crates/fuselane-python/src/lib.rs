@@ -8,6 +8,7 @@ mod arrays;
 #[cfg(unix)]
 mod direct;
 mod fault;
+mod lock;
 mod ops;
 mod raw;
 mod theta;
@@ -85,17 +86,11 @@ mod _native {
         });
     }
 
+    /// To be called in a forked child, with Python's lock.
     #[pyfunction]
-    fn before_fork() {
-        ops::before_fork();
-    }
-
-    #[pyfunction]
-    fn after_fork(in_child: bool) {
+    fn after_fork() {
         ops::after_fork();
-        if in_child {
-            threads::after_fork();
-        }
+        threads::after_fork();
     }
 
     /// The arguments of an operator: (name, what it has to be).

@@ -1,13 +1,14 @@
 //! The threads that operators run on: PyTorch's, where it lends them, or else a pool of our own, whose
 //! size can be changed, and which a forked child makes anew.
 
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use fuselane::Executor;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::fault::Fault;
+use crate::lock::Lock;
 
 /// Calls with fewer bytes of operands run on the calling thread: the core would not wake others for
 /// them, and to enter the pool costs more than they do.
@@ -70,24 +71,7 @@ pub(crate) fn lend(most: impl Fn() -> usize + Send + Sync + 'static, run: Lent) 
 
 /// Made at the first large call that these are not enough for. Behind a pointer, so that a forked child can leave its parent's,
 /// which has no threads there and whose lock may be held for ever.
-static POOL: AtomicPtr<Mutex<Option<Arc<ThreadPool>>>> = AtomicPtr::new(std::ptr::null_mut());
-
-fn pool() -> MutexGuard<'static, Option<Arc<ThreadPool>>> {
-    let mut cell = POOL.load(Ordering::Acquire);
-    if cell.is_null() {
-        let new = Box::into_raw(Box::default());
-        match POOL.compare_exchange(cell, new, Ordering::AcqRel, Ordering::Acquire) {
-            Ok(_) => cell = new,
-            Err(other) => {
-                // SAFETY: just made, and not shared.
-                drop(unsafe { Box::from_raw(new) });
-                cell = other;
-            }
-        }
-    }
-    // SAFETY: made above by some thread, and never freed.
-    unsafe { &*cell }.lock().unwrap_or_else(PoisonError::into_inner)
-}
+static POOL: Lock<Option<Arc<ThreadPool>>> = Lock::new();
 
 /// How many threads large calls use: what somebody has said, or what PyTorch uses now.
 pub(crate) fn count() -> usize {
@@ -136,7 +120,7 @@ pub(crate) fn run<R: Send>(bytes: usize, call: impl FnOnce() -> R + Send) -> R {
         return fuselane::with_executor(team, call);
     }
     let pool = {
-        let mut cell = pool();
+        let mut cell = POOL.lock();
         if cell.as_ref().is_none_or(|pool| pool.current_num_threads() != count) {
             let name = |i| format!("fuselane-{i}");
             let built = ThreadPoolBuilder::new().num_threads(count).thread_name(name).build();
@@ -153,6 +137,9 @@ pub(crate) fn run<R: Send>(bytes: usize, call: impl FnOnce() -> R + Send) -> R {
 /// To be called in a forked child.
 pub(crate) fn after_fork() {
     FORKED.store(true, Ordering::Relaxed);
-    POOL.store(std::ptr::null_mut(), Ordering::Release);
+    // SAFETY: as said. The pool is changed without Python's lock, but in one store, and what it held
+    // is not looked at: its threads are not here.
+    unsafe { POOL.renew() };
+    std::mem::forget(POOL.lock().take());
     fuselane::pool::after_fork();
 }

@@ -29,6 +29,7 @@ CASES = [
     (ValueError, "normalize: residual has shape", lambda: fuselane.rms_norm(X, residual=X[:2])),
     (TypeError, "normalize: gate has dtype f64, expected f32", lambda: fuselane.normalize(X, gate=X.double())),
     (ValueError, "normalize: groups is 3", lambda: fuselane.normalize(X, num_groups=3)),
+    (ValueError, "normalize: groups is -2", lambda: fuselane.group_norm(X, -2)),
     (ValueError, "normalize: groups is 0", lambda: fuselane.normalize(X, num_groups=0)),
     (ValueError, "normalize: eps is -1", lambda: fuselane.rms_norm(X, eps=-1.0)),
     (ValueError, "normalize: gate_act is 'swish'", lambda: fuselane.normalize(X, gate=X, gate_act="swish")),

@@ -128,10 +128,15 @@ def test_fork_while_another_thread_calls():
     code = """
         import os, threading, torch, fuselane
         x = torch.ones(1 << 19)
+        table = fuselane.AngleTable([1.0, 0.5], count=2, length=8)
+        q = torch.ones(1, 8, 1, 4)
+        turned = fuselane.lrpe_rotate(q, table)
         stop = threading.Event()
         def work():
             while not stop.is_set():
                 fuselane.act(x, "relu")
+                for _ in range(20):
+                    fuselane.lrpe_rotate(q, table)
         thread = threading.Thread(target=work)
         thread.start()
         codes = []
@@ -140,6 +145,7 @@ def test_fork_while_another_thread_calls():
             if pid == 0:
                 torch.set_num_threads(1)
                 ok = float(fuselane.act(x, "relu").sum()) == float(1 << 19)
+                ok = ok and torch.equal(fuselane.lrpe_rotate(q, table), turned)
                 os._exit(0 if ok else 1)
             codes.append(os.waitpid(pid, 0)[1])
         stop.set()
@@ -246,6 +252,11 @@ def test_tables_pickle():
     x = torch.randn(1, 16, 2, 8)
     assert torch.equal(fuselane.lrpe_rotate(x, other), fuselane.lrpe_rotate(x, table))
     assert other.number != table.number and other.nbytes == table.nbytes == 16 * 2 * 4 * 8
+
+
+def test_tables_of_other_processes_are_not_taken_for_ours():
+    code = "import fuselane; print(fuselane.AngleTable([1.0], count=1, length=1).number)"
+    assert run(code) != run(code)
 
 
 def test_data_loader_workers():

@@ -100,11 +100,7 @@ def __getattr__(name: str) -> object:
 
 if hasattr(_os, "register_at_fork"):
     # A forked child has none of its parent's threads.
-    _os.register_at_fork(
-        before=_native.before_fork,
-        after_in_parent=lambda: _native.after_fork(False),
-        after_in_child=lambda: _native.after_fork(True),
-    )
+    _os.register_at_fork(after_in_child=_native.after_fork)
 
 if "torch" in _sys.modules:
     _backend.load()

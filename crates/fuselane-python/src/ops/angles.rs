@@ -1,40 +1,26 @@
 //! What rotate and cosine share: where tokens stand, and tables of angles.
 
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fuselane::{AngleTable, Angles, FusedAct, Positions, TokenLayout};
 
 use super::{Edge, act_of};
 use crate::fault::Fault;
+use crate::lock::Lock;
 use crate::raw::Raw;
 
 /// The tables that Python holds, by number: what passes through PyTorch's dispatcher are tensors and
 /// numbers. A number is never given twice.
-static TABLES: Mutex<Tables> = Mutex::new(None);
-type Tables = Option<HashMap<i64, Arc<AngleTable>>>;
+static TABLES: Lock<HashMap<i64, Arc<AngleTable>>> = Lock::new();
 static NEXT: AtomicI64 = AtomicI64::new(0);
 
-fn tables() -> MutexGuard<'static, Tables> {
-    TABLES.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-thread_local! {
-    static HELD: RefCell<Option<MutexGuard<'static, Tables>>> = const { RefCell::new(None) };
-}
-
-/// Holds the tables while this thread forks, so that the child does not get a lock that another thread
-/// has.
-pub(crate) fn before_fork() {
-    HELD.set(Some(tables()));
-}
-
-/// To be called in parent and child.
+/// To be called in a forked child.
 pub(crate) fn after_fork() {
-    HELD.take();
+    // SAFETY: as said. Tables are kept and dropped by Python's objects, with its lock.
+    unsafe { TABLES.renew() };
 }
 
 /// Keeps a table and tells its number.
@@ -46,13 +32,13 @@ pub(crate) fn keep_table(table: AngleTable) -> i64 {
         let _ = NEXT.compare_exchange(0, first as i64, Ordering::Relaxed, Ordering::Relaxed);
     }
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    tables().get_or_insert_default().insert(number, Arc::new(table));
+    TABLES.lock().insert(number, Arc::new(table));
     number
 }
 
 /// Drops a table; calls that use it go on.
 pub(crate) fn drop_table(number: i64) {
-    let table = tables().as_mut().and_then(|tables| tables.remove(&number));
+    let table = TABLES.lock().remove(&number);
     drop(table); // outside the lock
 }
 
@@ -136,7 +122,7 @@ impl Arguments {
         let table = match self.table {
             0 => None,
             number => {
-                let table = tables().as_ref().and_then(|tables| tables.get(&number).cloned());
+                let table = TABLES.lock().get(&number).cloned();
                 let gone = format!("{operator}: table {number} is gone, expected one that is kept");
                 Some(table.ok_or_else(|| Fault::value(gone))?)
             }

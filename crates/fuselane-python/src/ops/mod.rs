@@ -139,4 +139,4 @@ fn view_mut<'a>(
     output.as_ref().map(|output| output.view_mut(operator, name)).transpose()
 }
 
-pub(crate) use angles::{after_fork, before_fork, drop_table, keep_table};
+pub(crate) use angles::{after_fork, drop_table, keep_table};

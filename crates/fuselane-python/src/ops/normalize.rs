@@ -40,7 +40,9 @@ pub(super) const BACKWARD: Op = Op {
 fn options(edge: &mut dyn Edge) -> Result<Normalize, Fault> {
     let (act, post, one_plus) = (edge.int(), edge.flag(), edge.flag());
     let (scale, eps, center, groups) = (edge.float(), edge.float(), edge.flag(), edge.int());
-    let groups = usize::try_from(groups).unwrap_or(0); // 0 is refused by the core
+    let Ok(groups) = usize::try_from(groups) else {
+        return Err(Fault::value(format!("{NAME}: groups is {groups}, expected at least 1")));
+    };
     Ok(Normalize {
         center,
         eps,

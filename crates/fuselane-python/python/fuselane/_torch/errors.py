@@ -42,14 +42,14 @@ def check(operator: str, **tensors: Any) -> None:
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        if first is not None and tensor.device.type != first.device.type and "cuda" not in str(tensor.device):
-            raise ValueError(
-                f"{operator}: {name} is on {tensor.device}, expected {first.device} (as x)"
-            )
         if tensor.device.type not in ("cpu", "meta"):
             raise ValueError(
                 f"{operator}: {name} is on {tensor.device}, expected the CPU, the only device for now: "
                 "call .cpu() on it"
+            )
+        if first is not None and tensor.device.type != first.device.type:
+            raise ValueError(
+                f"{operator}: {name} is on {tensor.device}, expected {first.device} (as x)"
             )
         if tensor.layout != torch.strided:
             raise ValueError(
