@@ -32,7 +32,13 @@ pub struct Error {
 
 impl Error {
     /// An error of `operator` about `argument`: `got` continues the sentence "`argument` ...",
-    /// `expected` ends it.
+    /// `expected` ends it. It is public for other backends, which refuse what they lack in the same
+    /// form.
+    ///
+    /// ```
+    /// let error = fuselane::Error::new("softmax", "x", "has dtype f64", "f32, f16 or bf16");
+    /// assert_eq!(error.to_string(), "softmax: x has dtype f64, expected f32, f16 or bf16");
+    /// ```
     pub fn new(
         operator: &'static str,
         argument: &'static str,

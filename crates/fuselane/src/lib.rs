@@ -41,6 +41,7 @@ pub mod machine;
 mod ndarray;
 pub mod ops;
 mod parallel;
+pub mod plan;
 pub mod pool;
 pub mod reference;
 mod rows;

@@ -361,7 +361,9 @@ impl<'a> View<'a> {
     /// # Safety
     ///
     /// Every element that `shape` and `strides` (in elements) reach from `ptr` must be aligned,
-    /// initialised memory of type `dtype` that nobody writes during `'a`.
+    /// initialised memory of type `dtype` that nobody writes during `'a`. The operators' `check_`
+    /// functions read and write nothing: a view that goes to no other function may have any aligned
+    /// address that is not null.
     pub unsafe fn from_raw(
         ptr: *const u8,
         dtype: DType,
@@ -490,6 +492,8 @@ impl<'a> ViewMut<'a> {
     /// Every element that `shape` and `strides` (in elements) reach from `ptr` must be aligned
     /// memory for `dtype`, initialised to any bits, that nobody else reads or writes during `'a`.
     /// (Calls also refuse an output whose addresses meet those of an input, as a safeguard.)
+    /// For a view that goes to the operators' `check_` functions only, [`View::from_raw`] says what is
+    /// enough.
     pub unsafe fn from_raw(
         ptr: *mut u8,
         dtype: DType,

@@ -23,7 +23,7 @@ use std::str::FromStr;
 use super::contiguous_last;
 use crate::error::{Error, Result};
 use crate::pool::Buffer;
-use crate::rows::{Operands, Part, Rows};
+use crate::rows::{Named, Operands, Part, Rows};
 use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory, SHORT_LIMIT};
 use crate::view::{View, ViewMut};
 use crate::{Element, Real, isa};
@@ -86,6 +86,26 @@ impl Act {
 /// lost in it, and it stays in the first-level cache.
 const TILE: usize = 9216;
 
+/// The rows of a call whose operands all look like the first input. Nothing is read or written.
+fn checked<'a, const I: usize>(
+    inputs: [Named<View<'a>>; I],
+    (name, output): Named<ViewMut<'a>>,
+) -> Result<Rows<'a, I, 1>> {
+    let names = inputs.map(|(name, _)| name);
+    let (views, output, _) = contiguous_last(inputs.map(|(_, view)| view), output)?;
+    let inputs = std::array::from_fn(|i| (names[i], Some(views[i])));
+    let operands = Operands::plain((names[0], views[0]), inputs, [(name, Some(output))]);
+    Ok(Rows::new("act", operands)?.merged(true).tiled(TILE))
+}
+
+/// The rows of a call that replaces x. Nothing is read or written.
+fn checked_in_place(x: ViewMut<'_>) -> Result<Rows<'_, 0, 1>> {
+    let ([], x, _) = contiguous_last([], x)?;
+    let like = View::dense_shape(x.dtype(), x.shape())?;
+    let operands = Operands::plain(("x", like), [], [("x", Some(x))]);
+    Ok(Rows::new("act", operands)?.merged(true).tiled(TILE))
+}
+
 impl Act {
     /// Writes `f(x)` into `o`.
     ///
@@ -97,14 +117,32 @@ impl Act {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn forward_into(self, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
-        let ([x], o, _) = contiguous_last([x], o)?;
-        let operands = Operands::plain(("x", x), [("x", Some(x))], [("o", Some(o))]);
-        let rows = Rows::new("act", operands)?.merged(true).tiled(TILE);
+        let rows = checked([("x", x)], ("o", o))?;
         let (isa, stream) = (isa(), rows.stream());
         rows.for_each_part(1, |part| {
             simd::run(isa, rows.dtype(), Forward { act: self, part, stream });
         });
         Ok(())
+    }
+
+    /// The checks of [`Act::forward_into`], without the call: no element is read or written, so
+    /// that the views may stand for memory that only another device can reach.
+    ///
+    /// ```
+    /// use fuselane::{Act, DType, View, ViewMut};
+    /// // Addresses that mean nothing here.
+    /// let (x, o) = (0x1000 as *const u8, 0x2000 as *mut u8);
+    /// // SAFETY: the check reads and writes no element.
+    /// let (x, o) = unsafe {
+    ///     (View::from_raw(x, DType::F32, &[2, 3], &[3, 1])?,
+    ///      ViewMut::from_raw(o, DType::F32, &[3, 2], &[2, 1])?)
+    /// };
+    /// let error = Act::Silu.check_forward(x, o).unwrap_err();
+    /// assert_eq!(error.to_string(), "act: o has shape [3, 2], expected [2, 3] (from x [2, 3])");
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn check_forward(self, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
+        checked([("x", x)], ("o", o)).map(drop)
     }
 
     /// `f(x)` in a buffer from the pool.
@@ -134,14 +172,18 @@ impl Act {
         if self == Self::None {
             return Ok(());
         }
-        let ([], mut x, _) = contiguous_last([], x)?;
-        let dtype = x.dtype();
-        let like = View::dense_shape(dtype, x.shape())?;
-        let operands = Operands::plain(("x", like), [], [("x", Some(x.reborrow()))]);
-        let rows = Rows::new("act", operands)?.merged(true).tiled(TILE);
+        let rows = checked_in_place(x)?;
         let isa = isa();
-        rows.for_each_part(1, |part| simd::run(isa, dtype, InPlace { act: self, part }));
+        rows.for_each_part(1, |part| simd::run(isa, rows.dtype(), InPlace { act: self, part }));
         Ok(())
+    }
+
+    /// The checks of [`Act::forward_in_place`], without the call; see [`Act::check_forward`].
+    pub fn check_in_place(self, x: ViewMut<'_>) -> Result<()> {
+        if self == Self::None {
+            return Ok(());
+        }
+        checked_in_place(x).map(drop)
     }
 
     /// Writes `dx = grad * f'(x)`, where `grad` is the gradient that arrives at the output.
@@ -155,15 +197,17 @@ impl Act {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(self, x: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
-        let ([x, grad], dx, _) = contiguous_last([x, grad], dx)?;
-        let inputs = [("x", Some(x)), ("grad", Some(grad))];
-        let operands = Operands::plain(("x", x), inputs, [("dx", Some(dx))]);
-        let rows = Rows::new("act", operands)?.merged(true).tiled(TILE);
+        let rows = checked([("x", x), ("grad", grad)], ("dx", dx))?;
         let (isa, stream) = (isa(), rows.stream());
         rows.for_each_part(1, |part| {
             simd::run(isa, rows.dtype(), Backward::<false> { act: self, part, stream });
         });
         Ok(())
+    }
+
+    /// The checks of [`Act::backward_into`], without the call; see [`Act::check_forward`].
+    pub fn check_backward(self, x: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+        checked([("x", x), ("grad", grad)], ("dx", dx)).map(drop)
     }
 
     /// `dx` of [`Act::backward_into`] in a buffer from the pool.
@@ -197,19 +241,36 @@ impl Act {
         grad: View<'_>,
         dx: ViewMut<'_>,
     ) -> Result<()> {
-        if !self.has_slope_from_output() {
-            let expected = "none, relu, sigmoid or tanh (others need x, see backward_into)";
-            return Err(Error::new("act", "name", format!("is {self}"), expected));
-        }
-        let ([o, grad], dx, _) = contiguous_last([o, grad], dx)?;
-        let inputs = [("o", Some(o)), ("grad", Some(grad))];
-        let operands = Operands::plain(("o", o), inputs, [("dx", Some(dx))]);
-        let rows = Rows::new("act", operands)?.merged(true).tiled(TILE);
+        let rows = self.checked_from_output(o, grad, dx)?;
         let (isa, stream) = (isa(), rows.stream());
         rows.for_each_part(1, |part| {
             simd::run(isa, rows.dtype(), Backward::<true> { act: self, part, stream });
         });
         Ok(())
+    }
+
+    /// The checks of [`Act::backward_from_output_into`], without the call; see
+    /// [`Act::check_forward`].
+    pub fn check_backward_from_output(
+        self,
+        o: View<'_>,
+        grad: View<'_>,
+        dx: ViewMut<'_>,
+    ) -> Result<()> {
+        self.checked_from_output(o, grad, dx).map(drop)
+    }
+
+    fn checked_from_output<'a>(
+        self,
+        o: View<'a>,
+        grad: View<'a>,
+        dx: ViewMut<'a>,
+    ) -> Result<Rows<'a, 2, 1>> {
+        if !self.has_slope_from_output() {
+            let expected = "none, relu, sigmoid or tanh (others need x, see backward_into)";
+            return Err(Error::new("act", "name", format!("is {self}"), expected));
+        }
+        checked([("o", o), ("grad", grad)], ("dx", dx))
     }
 
     /// `dx` of [`Act::backward_from_output_into`] in a buffer from the pool.

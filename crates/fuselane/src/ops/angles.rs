@@ -82,34 +82,41 @@ impl<'a> From<&'a AngleTable> for Angles<'a> {
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct AngleTable {
-    split: Split,
-    axes: Vec<Axis>,
+    split: AngleSplit,
+    axes: Vec<TableAxis>,
     values: Values,
 }
 
 /// How many angles a head has, and how they spread over theta and the axes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Split {
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct AngleSplit {
     /// Rows of theta: 1 (shared) or one per head.
-    pub(crate) theta_heads: usize,
-    /// Columns of theta.
-    pub(crate) theta_columns: usize,
+    pub theta_heads: usize,
+    /// Columns of theta; where there is one, it serves every angle.
+    pub theta_columns: usize,
     /// Angles per token and head.
-    pub(crate) count: usize,
+    pub count: usize,
     /// Angles on each axis but the last, which may have fewer.
-    pub(crate) per_axis: usize,
-    /// Axes.
-    pub(crate) axes: usize,
+    pub per_axis: usize,
+    /// Axes: 1, or those of a grid.
+    pub axes: usize,
 }
 
-/// The entries of one axis: coordinates `start..start + len`, each with `heads * width` cosines
-/// and sines, from `first` on.
+/// The entries of one axis of an [`AngleTable`]: coordinates `start..start + len`, each with
+/// `width` cosines and sines for each row of theta.
+///
+/// Those of coordinate c and row r of theta begin at
+/// `first + ((c - start) * theta_heads + r) * width`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Axis {
-    start: i64,
-    len: usize,
-    first: usize,
-    width: usize,
+pub struct TableAxis {
+    /// The least coordinate.
+    pub start: i64,
+    /// How many coordinates there are.
+    pub len: usize,
+    /// Where the entries begin, among the cosines and among the sines.
+    pub first: usize,
+    /// Angles on this axis.
+    pub width: usize,
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -134,7 +141,7 @@ impl Values {
     }
 }
 
-impl Split {
+impl AngleSplit {
     /// Checks theta's shape and spreads `count` angles over it.
     pub(crate) fn new(
         operator: &'static str,
@@ -177,14 +184,14 @@ impl Split {
 
     /// The angles on an axis.
     #[inline(always)]
-    fn range(&self, axis: usize) -> Range<usize> {
+    pub fn range(&self, axis: usize) -> Range<usize> {
         let from = axis.saturating_mul(self.per_axis).min(self.count);
         from..(from + self.per_axis.min(self.count)).min(self.count)
     }
 
     /// The column of theta that an angle comes from.
     #[inline(always)]
-    fn column(&self, angle: usize) -> usize {
+    pub fn column(&self, angle: usize) -> usize {
         if self.theta_columns == 1 { 0 } else { angle % self.per_axis }
     }
 
@@ -250,12 +257,12 @@ impl AngleTable {
             let got = format!("has {} axes", axes.len());
             return Err(Error::new(OPERATOR, "grid", got, format!("1 to {MAX_AXES}")));
         }
-        let split = Split::new(OPERATOR, theta, count, axes.len())?;
+        let split = AngleSplit::new(OPERATOR, theta, count, axes.len())?;
         let mut total = 0usize;
         let mut entries = Vec::with_capacity(axes.len());
         for (axis, &(start, len)) in axes.iter().enumerate() {
             let width = split.range(axis).len();
-            entries.push(Axis { start, len, first: total, width });
+            entries.push(TableAxis { start, len, first: total, width });
             let more = len.checked_mul(split.theta_heads).and_then(|n| n.checked_mul(width));
             total = more
                 .and_then(|more| total.checked_add(more))
@@ -312,6 +319,45 @@ impl AngleTable {
     pub fn count(&self) -> usize {
         self.split.count
     }
+
+    /// How the angles spread over theta and the axes.
+    pub fn split(&self) -> AngleSplit {
+        self.split
+    }
+
+    /// Where the entries of each axis lie in the cosines and the sines.
+    pub fn axes(&self) -> &[TableAxis] {
+        &self.axes
+    }
+
+    /// All cosines, for backends that copy the table; `None` if they are f64.
+    ///
+    /// ```
+    /// use fuselane::{AngleTable, DType, View};
+    /// let theta = [1.0f32, 0.5];
+    /// let table = AngleTable::for_sequence(View::new(&theta, &[1, 2])?, 2, 3..9, DType::BF16)?;
+    /// let axis = table.axes()[0];
+    /// assert_eq!((axis.start, axis.len, axis.first, axis.width), (3, 6, 0, 2));
+    /// let cosines = table.cosines_f32().unwrap_or_default();
+    /// assert_eq!(cosines.len(), 12);
+    /// // The second angle of position 4, which is 4 * 0.5.
+    /// assert!((cosines[axis.width + 1] - 2f32.cos()).abs() < 1e-6);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn cosines_f32(&self) -> Option<&[f32]> {
+        match &self.values {
+            Values::F32 { cos, .. } => Some(cos),
+            Values::F64 { .. } => None,
+        }
+    }
+
+    /// All sines, in the order of [`AngleTable::cosines_f32`]; `None` if they are f64.
+    pub fn sines_f32(&self) -> Option<&[f32]> {
+        match &self.values {
+            Values::F32 { sin, .. } => Some(sin),
+            Values::F64 { .. } => None,
+        }
+    }
 }
 
 impl From<(Vec<f32>, Vec<f32>)> for Values {
@@ -362,17 +408,15 @@ where
 
 /// What a call knows about its angles, checked.
 pub(crate) struct AnglePlan<'a, R: Real> {
-    pub(crate) split: Split,
-    positions: Positions<'a>,
-    extra_tokens: usize,
-    sequences: Option<&'a [usize]>,
+    pub(crate) split: AngleSplit,
+    placement: Placement<'a>,
     tokens: usize,
     source: Source<'a, R>,
 }
 
 enum Source<'a, R: Real> {
     Frequencies(Scratch<R>),
-    Table { axes: &'a [Axis], cos: &'a [R], sin: &'a [R] },
+    Table { axes: &'a [TableAxis], cos: &'a [R], sin: &'a [R] },
 }
 
 /// The most axes of a grid.
@@ -459,43 +503,34 @@ fn describe(ends: &[usize]) -> String {
     }
 }
 
-impl<'a, R: Real> AnglePlan<'a, R> {
-    /// Checks the angles of a call with `count` angles for each token and head.
-    pub(crate) fn new(
-        operator: &'static str,
-        angles: Angles<'a>,
-        placement: Placement<'a>,
-        count: usize,
-        [batch, tokens, heads]: [usize; 3],
-    ) -> Result<Self> {
-        placement.check(operator, batch, tokens)?;
-        let (split, source) = match angles {
-            Angles::Theta(theta) => {
-                let split = Split::new(operator, theta, count, placement.axes())?;
-                split.check_heads(operator, "theta", heads)?;
-                // A call without tokens needs no angles, however many each would have.
-                let none = batch == 0 || tokens == 0 || heads == 0;
-                let frequencies = if none { Scratch::new(0) } else { split.frequencies(theta) };
-                (split, Source::Frequencies(frequencies))
-            }
-            Angles::Table(table) => {
-                check_table(operator, table, R::DTYPE, placement, count, heads, tokens)?;
-                let (cos, sin) = table.values.slices();
-                (table.split, Source::Table { axes: &table.axes, cos, sin })
-            }
-        };
-        let Placement { positions, extra_tokens, sequences } = placement;
-        Ok(Self { split, positions, extra_tokens, sequences, tokens, source })
+/// Checks the angles of a call with `count` angles for each token and head, and arithmetic in
+/// `real`; theta itself is not read.
+pub(crate) fn check(
+    operator: &'static str,
+    angles: Angles<'_>,
+    placement: Placement<'_>,
+    count: usize,
+    real: DType,
+    [batch, tokens, heads]: [usize; 3],
+) -> Result<AngleSplit> {
+    placement.check(operator, batch, tokens)?;
+    match angles {
+        Angles::Theta(theta) => {
+            let split = AngleSplit::new(operator, theta, count, placement.axes())?;
+            split.check_heads(operator, "theta", heads)?;
+            Ok(split)
+        }
+        Angles::Table(table) => {
+            check_table(operator, table, real, placement, count, heads, tokens)?;
+            Ok(table.split)
+        }
     }
+}
 
-    /// Whether each batch entry has its own positions.
-    pub(crate) fn per_batch(&self) -> bool {
-        matches!(self.positions, Positions::PerBatch(_))
-    }
-
-    /// The integer coordinate of a token on each axis.
+impl Placement<'_> {
+    /// The integer coordinate of a token on each axis, of `tokens` in a checked call.
     #[inline(always)]
-    fn coordinates(&self, batch: usize, token: usize) -> [i64; MAX_AXES] {
+    pub(crate) fn coordinates(&self, tokens: usize, batch: usize, token: usize) -> [i64; MAX_AXES] {
         let mut at = [0i64; MAX_AXES];
         match self.positions {
             Positions::From(offset) => {
@@ -508,7 +543,7 @@ impl<'a, R: Real> AnglePlan<'a, R> {
                 }
             }
             Positions::PerToken(given) => at[0] = given[token],
-            Positions::PerBatch(given) => at[0] = given[batch * self.tokens + token],
+            Positions::PerBatch(given) => at[0] = given[batch * tokens + token],
             Positions::Grid(shape) => {
                 if let Some(mut cell) = token.checked_sub(self.extra_tokens) {
                     for (axis, &size) in shape.iter().enumerate().rev() {
@@ -519,6 +554,36 @@ impl<'a, R: Real> AnglePlan<'a, R> {
             }
         }
         at
+    }
+}
+
+impl<'a, R: Real> AnglePlan<'a, R> {
+    /// The angles of a call that was checked, with tokens. Reads theta.
+    pub(crate) fn new(
+        angles: Angles<'a>,
+        placement: Placement<'a>,
+        split: AngleSplit,
+        tokens: usize,
+    ) -> Self {
+        let source = match angles {
+            Angles::Theta(theta) => Source::Frequencies(split.frequencies(theta)),
+            Angles::Table(table) => {
+                let (cos, sin) = table.values.slices();
+                Source::Table { axes: &table.axes, cos, sin }
+            }
+        };
+        Self { split, placement, tokens, source }
+    }
+
+    /// Whether each batch entry has its own positions.
+    pub(crate) fn per_batch(&self) -> bool {
+        matches!(self.placement.positions, Positions::PerBatch(_))
+    }
+
+    /// The integer coordinate of a token on each axis.
+    #[inline(always)]
+    fn coordinates(&self, batch: usize, token: usize) -> [i64; MAX_AXES] {
+        self.placement.coordinates(self.tokens, batch, token)
     }
 
     /// Adds `coordinate * gradient` for the angles of one token and head: `gradients[step * j]`
@@ -627,7 +692,7 @@ impl<R: Real> Tables<R> {
     where
         L: Math + Lanes<Real = R> + Memory<R>,
     {
-        let Split { theta_heads, count, .. } = plan.split;
+        let AngleSplit { theta_heads, count, .. } = plan.split;
         let width = padded(count * step);
         let heads = if theta_heads == 1 { 1 } else { heads };
         let mut frequencies = Scratch::new(0);
@@ -793,7 +858,7 @@ where
     R: Real,
     L: Math + Lanes<Real = R> + Memory<R>,
 {
-    /// Axis by axis; blocks with angles of several axes one by one.
+    /// TableAxis by axis; blocks with angles of several axes one by one.
     #[inline(always)]
     fn compute(&mut self, slot: usize, at: &[i64; MAX_AXES]) {
         let (split, step) = (self.plan.split, self.tables.step);
@@ -868,7 +933,7 @@ where
         &mut self,
         slot: usize,
         at: &[i64; MAX_AXES],
-        axes: &[Axis],
+        axes: &[TableAxis],
         all_cos: &[R],
         all_sin: &[R],
     ) {
@@ -896,7 +961,7 @@ where
 
 /// The coordinates that belong to the entries of the block at `i`.
 #[inline(always)]
-fn mixed<L>(split: Split, i: usize, step: usize, at: &[i64; MAX_AXES]) -> L
+fn mixed<L>(split: AngleSplit, i: usize, step: usize, at: &[i64; MAX_AXES]) -> L
 where
     L: Lanes + Memory<<L as Lanes>::Real>,
 {

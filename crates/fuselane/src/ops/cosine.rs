@@ -19,6 +19,7 @@ use crate::dtype::{Element, Real};
 use crate::error::Result;
 use crate::ops::angles::{Angles, Placement, Positions};
 use crate::ops::tokens::{self, Call, Encoding, FusedAct, Gradients, Pieces, TokenLayout};
+use crate::plan::{self, Pairs};
 use crate::pool::Buffer;
 use crate::rows::{Grid, GridMut};
 use crate::simd::{Access, Lanes, MAX_LANES, Math, Memory};
@@ -103,6 +104,28 @@ impl Cosine<'_> {
         tokens::forward(Waves { features: d }, &self.call(angles, d), x, o)
     }
 
+    /// The checks of [`Cosine::forward_into`], without the call, and what it comes to. No element is
+    /// read or written (of a table neither), so that the views may stand for memory that only another
+    /// device can reach.
+    ///
+    /// ```
+    /// use fuselane::{Cosine, View, ViewMut};
+    /// let (x, theta, mut o) = ([0.0f32; 6], [0.0f32; 3], [0.0f32; 12]);
+    /// let (x, o) = (View::new(&x, &[1, 1, 2, 3])?, ViewMut::new(&mut o, &[1, 1, 2, 6])?);
+    /// let plan = Cosine::default().check_forward(x, View::new(&theta, &[1, 3])?.into(), o)?;
+    /// assert_eq!((plan.features, plan.output_features, plan.pairs), (3, 6, None));
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn check_forward(
+        &self,
+        x: View<'_>,
+        angles: Angles<'_>,
+        mut o: ViewMut<'_>,
+    ) -> Result<plan::Encoding> {
+        let [_, _, _, d] = tokens::dimensions("cosine", "x", &x, self.layout)?;
+        tokens::check_forward(Waves { features: d }, &self.call(angles, d), x, &mut o)
+    }
+
     /// The encoded `x` in a buffer from the pool.
     pub fn forward<'c>(&self, x: View<'_>, angles: impl Into<Angles<'c>>) -> Result<Buffer> {
         let [_, _, _, d] = tokens::dimensions("cosine", "x", &x, self.layout)?;
@@ -135,6 +158,17 @@ impl Cosine<'_> {
         let CosineBackward { x, grad, angles, dx, dtheta } = call;
         let gradients = Gradients { x, grad, dx, dtheta };
         tokens::backward(Waves { features: d }, &self.call(angles, d), gradients)
+    }
+
+    /// The checks of [`Cosine::backward_into`], without the call, and what it comes to; see
+    /// [`Cosine::check_forward`]. A call with neither x nor dx asks for nothing, and comes to an
+    /// encoding without tokens.
+    pub fn check_backward(&self, call: CosineBackward<'_>) -> Result<plan::Encoding> {
+        let [_, _, _, width] = tokens::dimensions("cosine", "grad", &call.grad, self.layout)?;
+        let d = width / 2;
+        let CosineBackward { x, grad, angles, dx, dtheta } = call;
+        let mut gradients = Gradients { x, grad, dx, dtheta };
+        tokens::check_backward(Waves { features: d }, &self.call(angles, d), &mut gradients)
     }
 
     /// `dx` of [`Cosine::backward_into`] in a buffer from the pool.
@@ -170,6 +204,10 @@ impl Encoding for Waves {
 
     fn output_len(&self, features: usize) -> usize {
         2 * features
+    }
+
+    fn pairs(&self) -> Option<Pairs> {
+        None
     }
 
     fn pieces(&self, features: usize) -> Pieces {

@@ -382,6 +382,46 @@ impl Normalize {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn forward_into(&self, call: NormalizeForward<'_>) -> Result<()> {
+        let (weight, bias) = (call.weight, call.bias);
+        let (rows, with, d) = self.checked_forward(call)?;
+        let rows = rows.merged(false);
+        if rows.count() == 0 {
+            return Ok(());
+        }
+        let (isa, stream, options) = (isa(), rows.stream(), *self);
+        with_real!(rows.dtype(), R => {
+            let factor = self.factor::<R>(weight, d);
+            let bias_len = bias.map_or(0, |_| d);
+            let bias = widened::<R>(bias, bias_len);
+            let (factor, bias) = (Reals::new(&factor[..d]), Reals::new(&bias[..bias_len]));
+            rows.for_each_part(1, |part| {
+                simd::run(isa, rows.dtype(), Forward { options, with, factor, bias, part, stream });
+            });
+        });
+        Ok(())
+    }
+
+    /// The checks of [`Normalize::forward_into`], without the call: no element is read or written, so
+    /// that the views may stand for memory that only another device can reach.
+    ///
+    /// ```
+    /// use fuselane::{Normalize, NormalizeForward, View, ViewMut};
+    /// let (x, mut o) = ([1.0f32; 6], [0.0f32; 6]);
+    /// let call = NormalizeForward::new(View::new(&x, &[2, 3])?, ViewMut::new(&mut o, &[2, 3])?);
+    /// let error = Normalize::rms_norm().with_groups(2).check_forward(call).unwrap_err();
+    /// assert_eq!(error.argument(), "groups");
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn check_forward(&self, call: NormalizeForward<'_>) -> Result<()> {
+        self.checked_forward(call).map(drop)
+    }
+
+    /// The rows of a forward, what takes part in it, and the length of a row. Nothing is read or
+    /// written.
+    fn checked_forward<'a>(
+        &self,
+        call: NormalizeForward<'a>,
+    ) -> Result<(Rows<'a, 3, 2, 0, 2>, ForwardWith, usize)> {
         let NormalizeForward { x, weight, bias, gate, residual, o, rstd, mean } = call;
         let d = self.check(x)?;
         if mean.is_some() && !self.center {
@@ -421,22 +461,8 @@ impl Normalize {
                 input_len: [None; 3],
                 output_len: [None; 2],
             },
-        )?
-        .merged(false);
-        if rows.count() == 0 {
-            return Ok(());
-        }
-        let (isa, stream, options) = (isa(), rows.stream(), *self);
-        with_real!(rows.dtype(), R => {
-            let factor = self.factor::<R>(weight, d);
-            let bias_len = bias.map_or(0, |_| d);
-            let bias = widened::<R>(bias, bias_len);
-            let (factor, bias) = (Reals::new(&factor[..d]), Reals::new(&bias[..bias_len]));
-            rows.for_each_part(1, |part| {
-                simd::run(isa, rows.dtype(), Forward { options, with, factor, bias, part, stream });
-            });
-        });
-        Ok(())
+        )?;
+        Ok((rows, with, d))
     }
 
     /// The result in a buffer from the pool, for the plain case.
@@ -498,77 +524,10 @@ impl Normalize {
     /// assert_eq!(dweight, [5.0, -7.0]);
     /// # Ok::<(), fuselane::Error>(())
     /// ```
-    pub fn backward_into(&self, call: NormalizeBackward<'_>) -> Result<()> {
-        let NormalizeBackward { grad, x, residual, gate, weight, bias, .. } = call;
-        let NormalizeBackward { rstd, mean, grad_residual_out, .. } = call;
-        let NormalizeBackward { dx, dresidual, dgate, mut dweight, mut dbias, .. } = call;
-        let d = self.check(x)?;
-        let (dweight_view, dbias_view) =
-            (dweight.as_ref().map(ViewMut::as_view), dbias.as_ref().map(ViewMut::as_view));
-        let parameters =
-            [("weight", weight), ("bias", bias), ("dweight", dweight_view), ("dbias", dbias_view)];
-        for (name, view) in parameters {
-            if let Some(view) = view {
-                parameter::check(NAME, name, view, d)?;
-            }
-        }
-        let given = |name, without| Err(Error::new(NAME, name, "is given", without));
-        if mean.is_some() && !self.center {
-            return given("mean", "none (center is off)");
-        }
-        if mean.is_none() && self.center {
-            let expected = "the mean that the forward kept (center is on)";
-            return Err(Error::new(NAME, "mean", "is missing", expected));
-        }
-        if dgate.is_some() && gate.is_none() {
-            return given("dgate", "none (there is no gate)");
-        }
-        if dweight.is_some() && weight.is_none() {
-            return given("dweight", "none (there is no weight)");
-        }
-        let inputs = [
-            ("grad", Some(grad)),
-            ("x", Some(x)),
-            ("residual", residual),
-            ("gate", gate),
-            ("grad_residual_out", grad_residual_out),
-        ];
-        let outputs = [("dx", dx), ("dresidual", dresidual), ("dgate", dgate)];
-        let mut written: Vec<_> =
-            outputs.iter().filter_map(|(name, o)| Some((*name, o.as_ref()?.as_view()))).collect();
-        written.extend(dweight_view.map(|view| ("dweight", view)));
-        written.extend(dbias_view.map(|view| ("dbias", view)));
-        rows::disjoint(NAME, &inputs, &written)?;
-        let kept = [("rstd", Some(rstd)), ("mean", mean)];
-        rows::disjoint(NAME, &kept, &written)?;
-        rows::disjoint(NAME, &[("weight", weight), ("bias", bias)], &written)?;
-
-        let [dx, dresidual, dgate] = outputs.each_ref().map(|(_, view)| view.is_some());
-        let with = BackwardWith {
-            residual: residual.is_some(),
-            gate: self.gate_at(gate),
-            center: self.center,
-            grad_sum: grad_residual_out.is_some(),
-            dx,
-            dresidual,
-            dgate,
-            dweight: dweight.is_some(),
-            dbias: dbias.is_some(),
-        };
-        let rows = Rows::new(
-            NAME,
-            Operands {
-                like: ("x", x),
-                inputs,
-                outputs,
-                statistics_len: self.groups,
-                kept,
-                keeps: [],
-                input_len: [None; 5],
-                output_len: [None; 3],
-            },
-        )?
-        .merged(false);
+    pub fn backward_into(&self, mut call: NormalizeBackward<'_>) -> Result<()> {
+        let (rows, with, d) = self.checked_backward(&mut call)?;
+        let rows = rows.merged(false);
+        let NormalizeBackward { weight, bias, mut dweight, mut dbias, .. } = call;
         if rows.count() == 0 {
             for mut gradient in dweight.into_iter().chain(dbias) {
                 gradient.fill_zero();
@@ -612,6 +571,92 @@ impl Normalize {
             }
         });
         Ok(())
+    }
+
+    /// The checks of [`Normalize::backward_into`], without the call; see
+    /// [`Normalize::check_forward`].
+    pub fn check_backward(&self, mut call: NormalizeBackward<'_>) -> Result<()> {
+        self.checked_backward(&mut call).map(drop)
+    }
+
+    /// The rows of a backward, what takes part in it, and the length of a row. The gradients of the
+    /// parameters stay with the call; those in rows are taken from it. Nothing is read or written.
+    fn checked_backward<'a>(
+        &self,
+        call: &mut NormalizeBackward<'a>,
+    ) -> Result<(Rows<'a, 5, 3, 2>, BackwardWith, usize)> {
+        let &mut NormalizeBackward { grad, x, residual, gate, weight, bias, .. } = call;
+        let &mut NormalizeBackward { rstd, mean, grad_residual_out, .. } = call;
+        let (dx, dresidual, dgate) = (call.dx.take(), call.dresidual.take(), call.dgate.take());
+        let d = self.check(x)?;
+        let (dweight_view, dbias_view) = (
+            call.dweight.as_ref().map(ViewMut::as_view),
+            call.dbias.as_ref().map(ViewMut::as_view),
+        );
+        let parameters =
+            [("weight", weight), ("bias", bias), ("dweight", dweight_view), ("dbias", dbias_view)];
+        for (name, view) in parameters {
+            if let Some(view) = view {
+                parameter::check(NAME, name, view, d)?;
+            }
+        }
+        let given = |name, without| Err(Error::new(NAME, name, "is given", without));
+        if mean.is_some() && !self.center {
+            return given("mean", "none (center is off)");
+        }
+        if mean.is_none() && self.center {
+            let expected = "the mean that the forward kept (center is on)";
+            return Err(Error::new(NAME, "mean", "is missing", expected));
+        }
+        if dgate.is_some() && gate.is_none() {
+            return given("dgate", "none (there is no gate)");
+        }
+        if dweight_view.is_some() && weight.is_none() {
+            return given("dweight", "none (there is no weight)");
+        }
+        let inputs = [
+            ("grad", Some(grad)),
+            ("x", Some(x)),
+            ("residual", residual),
+            ("gate", gate),
+            ("grad_residual_out", grad_residual_out),
+        ];
+        let outputs = [("dx", dx), ("dresidual", dresidual), ("dgate", dgate)];
+        let mut written: Vec<_> =
+            outputs.iter().filter_map(|(name, o)| Some((*name, o.as_ref()?.as_view()))).collect();
+        written.extend(dweight_view.map(|view| ("dweight", view)));
+        written.extend(dbias_view.map(|view| ("dbias", view)));
+        rows::disjoint(NAME, &inputs, &written)?;
+        let kept = [("rstd", Some(rstd)), ("mean", mean)];
+        rows::disjoint(NAME, &kept, &written)?;
+        rows::disjoint(NAME, &[("weight", weight), ("bias", bias)], &written)?;
+
+        let [dx, dresidual, dgate] = outputs.each_ref().map(|(_, view)| view.is_some());
+        let with = BackwardWith {
+            residual: residual.is_some(),
+            gate: self.gate_at(gate),
+            center: self.center,
+            grad_sum: grad_residual_out.is_some(),
+            dx,
+            dresidual,
+            dgate,
+            dweight: dweight_view.is_some(),
+            dbias: dbias_view.is_some(),
+        };
+        let rows = Rows::new(
+            NAME,
+            Operands {
+                like: ("x", x),
+                inputs,
+                outputs,
+                statistics_len: self.groups,
+                kept,
+                keeps: [],
+                input_len: [None; 5],
+                output_len: [None; 3],
+            },
+        )?;
+        Ok((rows, with, d))
     }
 
     /// The gradients of x and, if there is one, of the weight (in its dtype) in buffers from the

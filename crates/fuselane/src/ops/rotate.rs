@@ -20,6 +20,7 @@ use crate::dtype::{Element, Real};
 use crate::error::{Error, Result};
 use crate::ops::angles::{Angles, Placement, Positions};
 use crate::ops::tokens::{self, Call, Encoding, FusedAct, Gradients, Pieces, TokenLayout};
+use crate::plan::{self, Pairs};
 use crate::pool::Buffer;
 use crate::rows::{Grid, GridMut};
 use crate::simd::{Access, Lanes, MAX_LANES, Math, Memory};
@@ -113,9 +114,38 @@ impl Rotate<'_> {
     /// [`Rotate::forward_into`] without type parameters, so that kernels are compiled once, in
     /// this crate, and not again in each that calls it.
     fn encode(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()> {
-        let [_, _, _, d] = tokens::dimensions("rotate", "x", &x, self.layout)?;
-        let rotation = self.rotation(angles, d)?;
+        let rotation = self.rotation_forward(x, angles)?;
         tokens::forward(rotation, &self.call(angles, rotation.pairs), x, o)
+    }
+
+    fn rotation_forward(&self, x: View<'_>, angles: Angles<'_>) -> Result<Rotation> {
+        let [_, _, _, d] = tokens::dimensions("rotate", "x", &x, self.layout)?;
+        self.rotation(angles, d)
+    }
+
+    /// The checks of [`Rotate::forward_into`], without the call, and what it comes to. No element is
+    /// read or written (of a table neither), so that the views may stand for memory that only another
+    /// device can reach.
+    ///
+    /// ```
+    /// use fuselane::plan::Pairs;
+    /// use fuselane::{Rotate, View, ViewMut};
+    /// let (x, theta, mut o) = ([0.0f32; 40], [0.0f32; 3], [0.0f32; 40]);
+    /// let (x, o) = (View::new(&x, &[1, 2, 2, 10])?, ViewMut::new(&mut o, &[1, 2, 2, 10])?);
+    /// let plan = Rotate::default().check_forward(x, View::new(&theta, &[1, 3])?.into(), o)?;
+    /// // Three of five pairs turn.
+    /// assert_eq!(plan.pairs, Some(Pairs { count: 3, second: Some(5) }));
+    /// assert_eq!((plan.tokens, plan.heads, plan.split.count), (2, 2, 3));
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn check_forward(
+        &self,
+        x: View<'_>,
+        angles: Angles<'_>,
+        mut o: ViewMut<'_>,
+    ) -> Result<plan::Encoding> {
+        let rotation = self.rotation_forward(x, angles)?;
+        tokens::check_forward(rotation, &self.call(angles, rotation.pairs), x, &mut o)
     }
 
     /// The rotated `x` in a buffer from the pool.
@@ -142,15 +172,29 @@ impl Rotate<'_> {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(&self, call: RotateBackward<'_>) -> Result<()> {
+        let rotation = self.rotation_backward(&call)?;
+        let RotateBackward { x, grad, angles, dx, dtheta } = call;
+        let gradients = Gradients { x, grad, dx, dtheta };
+        tokens::backward(rotation, &self.call(angles, rotation.pairs), gradients)
+    }
+
+    fn rotation_backward(&self, call: &RotateBackward<'_>) -> Result<Rotation> {
         let [_, _, _, mut d] = tokens::dimensions("rotate", "grad", &call.grad, self.layout)?;
         if let Some(x) = &call.x {
             // Where the two differ, grad is at fault, and not theta.
             [.., d] = tokens::dimensions("rotate", "x", x, self.layout)?;
         }
-        let rotation = self.rotation(call.angles, d)?;
+        self.rotation(call.angles, d)
+    }
+
+    /// The checks of [`Rotate::backward_into`], without the call, and what it comes to; see
+    /// [`Rotate::check_forward`]. A call with neither x nor dx asks for nothing, and comes to an
+    /// encoding without tokens.
+    pub fn check_backward(&self, call: RotateBackward<'_>) -> Result<plan::Encoding> {
+        let rotation = self.rotation_backward(&call)?;
         let RotateBackward { x, grad, angles, dx, dtheta } = call;
-        let gradients = Gradients { x, grad, dx, dtheta };
-        tokens::backward(rotation, &self.call(angles, rotation.pairs), gradients)
+        let mut gradients = Gradients { x, grad, dx, dtheta };
+        tokens::check_backward(rotation, &self.call(angles, rotation.pairs), &mut gradients)
     }
 
     /// `dx` of [`Rotate::backward_into`] in a buffer from the pool.
@@ -247,6 +291,10 @@ impl Encoding for Rotation {
 
     fn output_len(&self, features: usize) -> usize {
         features
+    }
+
+    fn pairs(&self) -> Option<Pairs> {
+        Some(Pairs { count: self.pairs, second: self.second })
     }
 
     fn pieces(&self, features: usize) -> Pieces {

@@ -34,7 +34,7 @@ use std::ops::Range;
 use super::contiguous_last;
 use crate::error::{Error, Result};
 use crate::pool::Buffer;
-use crate::rows::{Operands, Part, Rows, Run, RunMut};
+use crate::rows::{Named, Operands, Part, Rows, Run, RunMut};
 use crate::scratch::Scratch;
 use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory};
 use crate::view::{View, ViewMut};
@@ -116,10 +116,7 @@ impl Softmax {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn forward_into(&self, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
-        let dim = self.dimension(("x", x))?;
-        let ([x], o, last) = arrange(dim, [x], o)?;
-        let operands = Operands::plain(("x", x), [("x", Some(x))], [("o", Some(o))]);
-        let rows = Along::new(operands, dim, last)?;
+        let rows = self.checked([("x", x)], ("o", o))?.cut();
         let (isa, dtype) = (isa(), rows.rows.dtype());
         rows.for_each_task(self, |task| match (task.columns, self.log, task.n <= KEEP) {
             (false, false, true) => simd::run(isa, dtype, ForwardRows::<false, true>(task)),
@@ -129,6 +126,21 @@ impl Softmax {
             (true, true, _) => simd::run(isa, dtype, ForwardColumns::<true>(task)),
         });
         Ok(())
+    }
+
+    /// The checks of [`Softmax::forward_into`], without the call, and the dimension that it runs
+    /// along, counted from the first. No element is read or written, so that the views may stand for
+    /// memory that only another device can reach.
+    ///
+    /// ```
+    /// use fuselane::{Softmax, View, ViewMut};
+    /// let (x, mut o) = ([1.0f32; 6], [0.0f32; 6]);
+    /// let (x, o) = (View::new(&x, &[2, 3])?, ViewMut::new(&mut o, &[2, 3])?);
+    /// assert_eq!(Softmax::over(-1).check_forward(x, o)?, 1);
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    pub fn check_forward(&self, x: View<'_>, o: ViewMut<'_>) -> Result<usize> {
+        Ok(self.checked([("x", x)], ("o", o))?.given)
     }
 
     /// The softmax of `x` in a buffer from the pool.
@@ -157,10 +169,7 @@ impl Softmax {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(&self, o: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
-        let dim = self.dimension(("o", o))?;
-        let ([o, grad], dx, last) = arrange(dim, [o, grad], dx)?;
-        let inputs = [("o", Some(o)), ("grad", Some(grad))];
-        let rows = Along::new(Operands::plain(("o", o), inputs, [("dx", Some(dx))]), dim, last)?;
+        let rows = self.checked([("o", o), ("grad", grad)], ("dx", dx))?.cut();
         let (isa, dtype) = (isa(), rows.rows.dtype());
         rows.for_each_task(self, |task| match (task.columns, self.log) {
             (false, false) => simd::run(isa, dtype, RowsFromOutput::<false>(task)),
@@ -169,6 +178,12 @@ impl Softmax {
             (true, true) => simd::run(isa, dtype, ColumnsFromOutput::<true>(task)),
         });
         Ok(())
+    }
+
+    /// The checks of [`Softmax::backward_into`], without the call; see
+    /// [`Softmax::check_forward`].
+    pub fn check_backward(&self, o: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<usize> {
+        Ok(self.checked([("o", o), ("grad", grad)], ("dx", dx))?.given)
     }
 
     /// `dx` of [`Softmax::backward_into`] in a buffer from the pool.
@@ -202,10 +217,7 @@ impl Softmax {
         grad: View<'_>,
         dx: ViewMut<'_>,
     ) -> Result<()> {
-        let dim = self.dimension(("x", x))?;
-        let ([x, grad], dx, last) = arrange(dim, [x, grad], dx)?;
-        let inputs = [("x", Some(x)), ("grad", Some(grad))];
-        let rows = Along::new(Operands::plain(("x", x), inputs, [("dx", Some(dx))]), dim, last)?;
+        let rows = self.checked([("x", x), ("grad", grad)], ("dx", dx))?.cut();
         let (isa, dtype) = (isa(), rows.rows.dtype());
         rows.for_each_task(self, |task| match (task.columns, self.log) {
             (false, false) => simd::run(isa, dtype, RowsFromInput::<false>(task)),
@@ -214,6 +226,17 @@ impl Softmax {
             (true, true) => simd::run(isa, dtype, ColumnsFromInput::<true>(task)),
         });
         Ok(())
+    }
+
+    /// The checks of [`Softmax::backward_from_input_into`], without the call; see
+    /// [`Softmax::check_forward`].
+    pub fn check_backward_from_input(
+        &self,
+        x: View<'_>,
+        grad: View<'_>,
+        dx: ViewMut<'_>,
+    ) -> Result<usize> {
+        Ok(self.checked([("x", x), ("grad", grad)], ("dx", dx))?.given)
     }
 
     /// `dx` of [`Softmax::backward_from_input_into`] in a buffer from the pool.
@@ -229,6 +252,24 @@ impl Softmax {
         let mut dx = Buffer::unfilled(x.dtype(), x.shape())?;
         self.backward_from_input_into(x, grad, dx.view_mut())?;
         Ok(dx)
+    }
+
+    /// Checks a call whose operands all look like the first input. Nothing is read or written.
+    fn checked<'a, const I: usize>(
+        &self,
+        inputs: [Named<View<'a>>; I],
+        (name, output): Named<ViewMut<'a>>,
+    ) -> Result<Checked<'a, I>> {
+        let given = self.dimension(inputs[0])?;
+        let names = inputs.map(|(name, _)| name);
+        let (views, output, last) = arrange(given, inputs.map(|(_, view)| view), output)?;
+        let like = views[0];
+        // Where it is now that dimension `last` was moved last.
+        let dim = if given == last { like.rank() - 1 } else { given - usize::from(given > last) };
+        let inputs = std::array::from_fn(|i| (names[i], Some(views[i])));
+        let operands = Operands::plain((names[0], like), inputs, [(name, Some(output))]);
+        let rows = Rows::new("softmax", operands)?;
+        Ok(Checked { rows, n: like.shape()[dim], given, dim, innermost: dim + 1 == like.rank() })
     }
 
     /// The dimension, counted from the first.
@@ -250,6 +291,32 @@ impl Softmax {
     }
 }
 
+/// A checked call, before it is cut into tasks.
+struct Checked<'a, const I: usize> {
+    rows: Rows<'a, I, 1>,
+    /// The reduced length.
+    n: usize,
+    /// The reduced dimension of the caller's views.
+    given: usize,
+    /// The reduced dimension of the rows.
+    dim: usize,
+    /// Whether it is the one that rows run along.
+    innermost: bool,
+}
+
+impl<'a, const I: usize> Checked<'a, I> {
+    fn cut(self) -> Along<'a, I> {
+        let Self { rows, n, dim, innermost, .. } = self;
+        if innermost {
+            return Along { rows: rows.merged(false), n, width: n, columns: false };
+        }
+        let rows = rows.widened(dim);
+        let outer = rows.count() / n.max(1);
+        let width = tile_width(n, rows.input_len(0), outer, rows.dtype().size());
+        Along { rows: rows.columns(dim, width), n, width, columns: true }
+    }
+}
+
 /// The rows of a call, with the reduced dimension within each row, or along the rows of a column
 /// tile.
 struct Along<'a, const I: usize> {
@@ -261,21 +328,7 @@ struct Along<'a, const I: usize> {
     columns: bool,
 }
 
-impl<'a, const I: usize> Along<'a, I> {
-    /// `dim` is the reduced dimension before dimension `last` was moved last.
-    fn new(operands: Operands<'a, I, 1, 0, 0>, dim: usize, last: usize) -> Result<Self> {
-        let like = operands.like.1;
-        let dim = if dim == last { like.rank() - 1 } else { dim - usize::from(dim > last) };
-        let (n, size) = (like.shape()[dim], like.dtype().size());
-        let rows = Rows::new("softmax", operands)?;
-        if dim + 1 == like.rank() {
-            return Ok(Self { rows: rows.merged(false), n, width: n, columns: false });
-        }
-        let rows = rows.widened(dim);
-        let width = tile_width(n, rows.input_len(0), rows.count() / n.max(1), size);
-        Ok(Self { rows: rows.columns(dim, width), n, width, columns: true })
-    }
-
+impl<const I: usize> Along<'_, I> {
     /// Calls `work` with the tasks that the call is cut into.
     fn for_each_task(&self, options: &Softmax, work: impl Fn(Task<'_, I>) + Sync) {
         let &Self { n, width, columns, .. } = self;

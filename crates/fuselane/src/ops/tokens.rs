@@ -17,11 +17,12 @@ use std::ops::Range;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::dtype::{Element, Real, with_real};
+use crate::dtype::{DType, Element, Real, with_real};
 use crate::error::{Error, Result};
 use crate::ops::act::{Act, specialized};
-use crate::ops::angles::{AnglePlan, Angles, Placement, Tables, padded};
+use crate::ops::angles::{self, AnglePlan, AngleSplit, Angles, Placement, Tables, padded};
 use crate::ops::softmax::{self, NEAR};
+use crate::plan::{self, Pairs};
 use crate::rows::{
     Grid, GridMut, Named, Operands, Part, Patch, Rows, Run, contiguous_rows, disjoint,
 };
@@ -95,6 +96,9 @@ pub(crate) trait Encoding: Copy + Sync {
 
     /// Output features of `features` input features.
     fn output_len(&self, features: usize) -> usize;
+
+    /// Which features turn, where pairs do.
+    fn pairs(&self) -> Option<Pairs>;
 
     /// How rows lie in scratch.
     fn pieces(&self, features: usize) -> Pieces;
@@ -226,6 +230,22 @@ impl<'a> Call<'a> {
             Angles::Table(_) => ("theta", None),
         }
     }
+
+    /// Whether a backward looks at x.
+    fn needs_x(&self, gradients: &Gradients<'_>) -> bool {
+        self.act != FusedAct::default() || gradients.dtheta.is_some()
+    }
+
+    /// Checks the angles of a call on activations of `dtype`.
+    fn check_angles(
+        &self,
+        operator: &'static str,
+        dtype: DType,
+        [b, n, h, _]: [usize; 4],
+    ) -> Result<AngleSplit> {
+        let &Self { placement, angles, count, .. } = self;
+        angles::check(operator, angles, placement, count, dtype.real(), [b, n, h])
+    }
 }
 
 /// Tensors of a backward call.
@@ -285,6 +305,42 @@ fn check_shape(
     contiguous_rows(operator, name, *view)
 }
 
+/// Checks a forward, and tells what it comes to. Nothing is read or written.
+pub(crate) fn check_forward<E: Encoding>(
+    encoding: E,
+    call: &Call<'_>,
+    x: View<'_>,
+    o: &mut ViewMut<'_>,
+) -> Result<plan::Encoding> {
+    let dims @ [.., d] = dimensions(E::OPERATOR, "x", &x, call.layout)?;
+    let width = encoding.output_len(d);
+    check_shape(E::OPERATOR, "o", &o.as_view(), ("x", &x), width)?;
+    contiguous_rows(E::OPERATOR, "x", x)?;
+    let split = call.check_angles(E::OPERATOR, x.dtype(), dims)?;
+    // All of it at once: packed sequences are worked on one after the other.
+    disjoint(E::OPERATOR, &[("x", Some(x)), call.theta()], &[("o", o.as_view())])?;
+    if !x.is_empty() {
+        Rows::new(E::OPERATOR, forward_operands(x, o.reborrow(), width))?;
+    }
+    Ok(planned(encoding, dims, split))
+}
+
+fn forward_operands<'a>(x: View<'a>, o: ViewMut<'a>, width: usize) -> Operands<'a, 1, 1, 0, 0> {
+    Operands {
+        output_len: [Some(width)],
+        ..Operands::plain(("x", x), [("x", Some(x))], [("o", Some(o))])
+    }
+}
+
+fn planned<E: Encoding>(
+    encoding: E,
+    [batch, tokens, heads, features]: [usize; 4],
+    split: AngleSplit,
+) -> plan::Encoding {
+    let (output_features, pairs) = (encoding.output_len(features), encoding.pairs());
+    plan::Encoding { batch, tokens, heads, features, output_features, pairs, split }
+}
+
 /// Encodes `x` into `o`.
 pub(crate) fn forward<E: Encoding>(
     encoding: E,
@@ -292,27 +348,20 @@ pub(crate) fn forward<E: Encoding>(
     x: View<'_>,
     mut o: ViewMut<'_>,
 ) -> Result<()> {
-    let [b, n, h, d] = dimensions(E::OPERATOR, "x", &x, call.layout)?;
-    let width = encoding.output_len(d);
-    check_shape(E::OPERATOR, "o", &o.as_view(), ("x", &x), width)?;
-    contiguous_rows(E::OPERATOR, "x", x)?;
+    let checked = check_forward(encoding, call, x, &mut o)?;
+    if x.is_empty() {
+        return Ok(());
+    }
     let order = tokens_first(call.layout);
     let isa = isa();
     with_real!(x.dtype(), R => {
-        let plan = Plan::<R>::new(E::OPERATOR, call, &x, [b, n, h, d], encoding)?;
-        // All of it at once: packed sequences are worked on one after the other.
-        disjoint(E::OPERATOR, &[("x", Some(x)), call.theta()], &[("o", o.as_view())])?;
-        if x.is_empty() {
-            return Ok(());
-        }
+        let plan = Plan::<R>::new(call, &x, checked, encoding);
         let x = x.permute(&order)?;
         for tokens in plan.sequences() {
             let x = x.narrow(0, tokens.start, tokens.len())?;
             let o = o.reborrow().permute(&order)?.narrow(0, tokens.start, tokens.len())?;
-            let rows = Rows::new(E::OPERATOR, Operands {
-                output_len: [Some(width)],
-                ..Operands::plain(("x", x), [("x", Some(x))], [("o", Some(o))])
-            })?;
+            let operands = forward_operands(x, o, checked.output_features);
+            let rows = Rows::new(E::OPERATOR, operands)?;
             let columns = plan.column_statistics(E::OPERATOR, isa, Some(&x), false)?;
             let stream = rows.stream();
             rows.for_each_part(plan.group(), |part| {
@@ -324,26 +373,34 @@ pub(crate) fn forward<E: Encoding>(
     })
 }
 
-/// Pulls `grad` back through the encoding and the activation.
-pub(crate) fn backward<E: Encoding>(
+/// A view with the dimensions of a backward, and its name: x where there is one, else dx, whose
+/// shape is the same. Without either the call asks for nothing.
+fn like<'a>(gradients: &Gradients<'a>) -> Result<Option<Named<View<'a>>>> {
+    Ok(match (&gradients.x, &gradients.dx) {
+        (Some(x), _) => Some(("x", *x)),
+        (None, Some(dx)) => Some(("dx", View::dense_shape(dx.dtype(), dx.shape())?)),
+        (None, None) => None,
+    })
+}
+
+/// Checks a backward, and tells what it comes to: nothing at all, if it asks for nothing. Nothing is
+/// read or written.
+pub(crate) fn check_backward<E: Encoding>(
     encoding: E,
     call: &Call<'_>,
-    mut gradients: Gradients<'_>,
-) -> Result<()> {
+    gradients: &mut Gradients<'_>,
+) -> Result<plan::Encoding> {
     let operator = E::OPERATOR;
     let grad = gradients.grad;
-    let needs_x = call.act != FusedAct::default() || gradients.dtheta.is_some();
+    let needs_x = call.needs_x(gradients);
     if needs_x && gradients.x.is_none() {
         let expected = "it (the backward of an activation and dtheta need it)";
         return Err(Error::new(operator, "x", "is missing", expected));
     }
-    // The dimensions come from x where there is one, else from dx, whose shape is the same.
-    let like = match (&gradients.x, &gradients.dx) {
-        (Some(x), _) => ("x", *x),
-        (None, Some(dx)) => ("dx", View::dense_shape(dx.dtype(), dx.shape())?),
-        (None, None) => return Ok(()),
+    let Some(like) = like(gradients)? else {
+        return Ok(planned(encoding, [0; 4], AngleSplit::default()));
     };
-    let [b, n, h, d] = dimensions(operator, like.0, &like.1, call.layout)?;
+    let dims @ [.., d] = dimensions(operator, like.0, &like.1, call.layout)?;
     let width = encoding.output_len(d);
     check_shape(operator, "grad", &grad, (like.0, &like.1), width)?;
     if let Some(dx) = &gradients.dx {
@@ -352,35 +409,67 @@ pub(crate) fn backward<E: Encoding>(
     if let Some(x) = &gradients.x {
         contiguous_rows(operator, "x", *x)?;
     }
-    let x = gradients.x.filter(|_| needs_x);
+    let split = call.check_angles(operator, like.1.dtype(), dims)?;
+    if let Some(dtheta) = &gradients.dtheta {
+        let expected = [split.theta_heads, split.theta_columns];
+        if dtheta.shape() != expected {
+            let got = format!("has shape {:?}", dtheta.shape());
+            let expected = format!("{expected:?} (shape of theta)");
+            return Err(Error::new(operator, "dtheta", got, expected));
+        }
+    }
+    let inputs = [("x", gradients.x), ("grad", Some(grad)), call.theta()];
+    let mut written = Vec::with_capacity(2);
+    written.extend(gradients.dx.iter().map(|dx| ("dx", dx.as_view())));
+    written.extend(gradients.dtheta.iter().map(|dtheta| ("dtheta", dtheta.as_view())));
+    disjoint(operator, &inputs, &written)?;
+    if !like.1.is_empty() {
+        let dx = gradients.dx.as_mut().map(ViewMut::reborrow);
+        let x = gradients.x.filter(|_| needs_x);
+        Rows::new(operator, backward_operands(like, x, grad, dx, width))?;
+    }
+    Ok(planned(encoding, dims, split))
+}
+
+fn backward_operands<'a>(
+    like: Named<View<'a>>,
+    x: Option<View<'a>>,
+    grad: View<'a>,
+    dx: Option<ViewMut<'a>>,
+    width: usize,
+) -> Operands<'a, 2, 1, 0, 0> {
+    Operands {
+        input_len: [None, Some(width)],
+        ..Operands::plain(like, [("x", x), ("grad", Some(grad))], [("dx", dx)])
+    }
+}
+
+/// Pulls `grad` back through the encoding and the activation.
+pub(crate) fn backward<E: Encoding>(
+    encoding: E,
+    call: &Call<'_>,
+    mut gradients: Gradients<'_>,
+) -> Result<()> {
+    let operator = E::OPERATOR;
+    let checked = check_backward(encoding, call, &mut gradients)?;
+    let Some(like) = like(&gradients)? else { return Ok(()) };
+    if like.1.is_empty() {
+        if let Some(dtheta) = &mut gradients.dtheta {
+            dtheta.fill_zero();
+        }
+        return Ok(());
+    }
+    let plan::Encoding { batch: b, heads: h, features: d, split, .. } = checked;
+    let width = checked.output_features;
+    let grad = gradients.grad;
+    let x = gradients.x.filter(|_| call.needs_x(&gradients));
     let order = tokens_first(call.layout);
     let isa = isa();
     with_real!(like.1.dtype(), R => {
-        let mut plan = Plan::<R>::new(operator, call, &like.1, [b, n, h, d], encoding)?;
-        let split = plan.angles.split;
+        let mut plan = Plan::<R>::new(call, &like.1, checked, encoding);
         if gradients.dtheta.is_some() {
             // The order of tokens and heads is that of the sums in dtheta.
             plan.tile = all_heads(&like.1, h, d);
-        }
-        if let Some(dtheta) = &gradients.dtheta {
-            let expected = [split.theta_heads, split.theta_columns];
-            if dtheta.shape() != expected {
-                let got = format!("has shape {:?}", dtheta.shape());
-                return Err(Error::new(
-                    operator, "dtheta", got, format!("{expected:?} (shape of theta)"),
-                ));
-            }
-        }
-        let inputs = [("x", gradients.x), ("grad", Some(grad)), call.theta()];
-        let mut written = Vec::with_capacity(2);
-        written.extend(gradients.dx.iter().map(|dx| ("dx", dx.as_view())));
-        written.extend(gradients.dtheta.iter().map(|dtheta| ("dtheta", dtheta.as_view())));
-        disjoint(operator, &inputs, &written)?;
-        if like.1.is_empty() {
-            if let Some(dtheta) = &mut gradients.dtheta {
-                dtheta.fill_zero();
-            }
-            return Ok(());
         }
         let mut angle_sums = Scratch::<R>::zeros(split.theta_heads * split.count);
         // Sums over all tokens, in dtheta, need a softmax to be exact; dx is to be what it is
@@ -420,14 +509,8 @@ pub(crate) fn backward<E: Encoding>(
                     R::run(isa, rows.dtype(), Dots { walk, part, columns, sums });
                 });
             }
-            let rows = Rows::new(operator, Operands {
-                input_len: [None, Some(width)],
-                ..Operands::plain(
-                    (like.0, like_part),
-                    [("x", x), ("grad", Some(grad))],
-                    [("dx", dx)],
-                )
-            })?;
+            let like_part = (like.0, like_part);
+            let rows = Rows::new(operator, backward_operands(like_part, x, grad, dx, width))?;
             let stream = rows.stream();
             let (columns, dots) = (&columns, &dots);
             if for_theta {
@@ -487,32 +570,33 @@ fn all_heads(x: &View<'_>, heads: usize, features: usize) -> [usize; 2] {
 }
 
 impl<'a, R: Arithmetic> Plan<'a, R> {
+    /// The plan of a checked call that is not empty. Reads theta.
     fn new<E: Encoding>(
-        operator: &'static str,
         call: &Call<'a>,
         x: &View<'_>,
-        [b, n, h, d]: [usize; 4],
+        checked: plan::Encoding,
         encoding: E,
-    ) -> Result<Self> {
-        let angles = AnglePlan::new(operator, call.angles, call.placement, call.count, [b, n, h])?;
+    ) -> Self {
+        let plan::Encoding { batch, tokens, heads, features, split, .. } = checked;
+        let angles = AnglePlan::new(call.angles, call.placement, split, tokens);
         let order = tokens_first(call.layout);
         let [token_stride, head_stride] = [0, 2].map(|i| x.strides()[order[i]].unsigned_abs());
-        let tile = if head_stride <= token_stride || h == 1 {
-            all_heads(x, h, d)
+        let tile = if head_stride <= token_stride || heads == 1 {
+            all_heads(x, heads, features)
         } else {
-            [(TILE_BYTES / (d * x.dtype().size()).max(1)).max(1), 1]
+            [(TILE_BYTES / (features * x.dtype().size()).max(1)).max(1), 1]
         };
-        Ok(Self {
+        Self {
             act: call.act,
             angles,
             sequences: call.placement.sequences,
-            batch: b,
-            tokens: n,
-            heads: h,
-            pieces: encoding.pieces(d),
+            batch,
+            tokens,
+            heads,
+            pieces: encoding.pieces(features),
             angle_sums: padded(call.count * encoding.angle_step()),
             tile,
-        })
+        }
     }
 
     /// The token ranges that are worked on one after the other: packed sequences where the
