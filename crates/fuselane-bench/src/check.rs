@@ -53,7 +53,7 @@ struct Row<'a> {
     operator: &'static str,
     output: &'a str,
     dtype: &'static str,
-    isa: &'static str,
+    isa: &'a str,
     ok: bool,
     /// The error of the worst element and its bound.
     error_ulp: f64,
@@ -75,7 +75,7 @@ impl<'a> From<&'a Outcome> for Row<'a> {
             operator: outcome.operator.name(),
             output: outcome.output,
             dtype: outcome.dtype.name(),
-            isa: outcome.isa.name(),
+            isa: &outcome.backend,
             ok: outcome.ok(),
             error_ulp: outcome.worst,
             bound_ulp: outcome.bound,
@@ -152,7 +152,9 @@ fn table(outcomes: &[Outcome]) -> String {
     for operator in Operator::ALL {
         for dtype in DType::ALL {
             for isa in Isa::ALL {
-                let of = |o: &&Outcome| (o.operator, o.dtype, o.isa) == (operator, dtype, isa);
+                let of = |o: &&Outcome| {
+                    (o.operator, o.dtype, o.backend.as_str()) == (operator, dtype, isa.name())
+                };
                 let of: Vec<&Outcome> = outcomes.iter().filter(of).collect();
                 let by_use = |a: &&&Outcome, b: &&&Outcome| a.used().total_cmp(&b.used());
                 let Some(worst) = of.iter().max_by(by_use) else { continue };

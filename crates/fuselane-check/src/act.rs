@@ -4,8 +4,9 @@
 use std::fmt;
 
 use fuselane::reference::{self, Random};
-use fuselane::{Act, DType, Isa, Result, with_isa};
+use fuselane::{Act, DType, Result};
 
+use crate::backend::Runner;
 use crate::outcome::{Call, Expected, Outcomes};
 use crate::tensor::Tensor;
 use crate::{Bound, Case, Effort};
@@ -52,10 +53,7 @@ struct Sweep {
 }
 
 pub(crate) fn cases(effort: Effort) -> Vec<Box<dyn Case>> {
-    let parts = match effort {
-        Effort::Quick => 2,
-        Effort::Full => 16,
-    };
+    let parts = if effort.step() == 1 { 16 } else { 2 };
     let mut cases: Vec<Box<dyn Case>> = Vec::new();
     for act in Act::ALL {
         for part in 0..parts {
@@ -111,7 +109,11 @@ impl Sweep {
 }
 
 impl Case for Sweep {
-    fn run(&self, dtype: DType, isas: &[Isa], outcomes: &mut Outcomes) {
+    fn parameter_dtypes(&self) -> Vec<DType> {
+        Vec::new()
+    }
+
+    fn run(&self, dtype: DType, runners: &[Runner<'_>], outcomes: &mut Outcomes) {
         let act = self.act;
         if dtype.size() == 2 && self.part > 0 {
             return;
@@ -135,23 +137,24 @@ impl Case for Sweep {
             (grad, truth, magnitude)
         });
         let [o_name, dx_name] = self.outputs();
-        for &isa in isas {
-            let call = Call { case: self, bounds: &BOUNDS, dtype, isa };
-            let result = with_isa(isa, || -> Result<()> {
+        for &runner in runners {
+            let (backend, call) =
+                (runner.backend, Call { case: self, bounds: &BOUNDS, dtype, runner });
+            let mut run = || -> Result<()> {
                 let mut output = Tensor::unwritten(dtype, &shape);
-                act.forward_into(x.view(), output.view_mut())?;
+                backend.act_forward(act, x.view(), output.view_mut())?;
                 outcomes.compare(call, o_name, &output, o);
                 let mut in_place = x.clone();
-                act.forward_in_place(in_place.view_mut())?;
+                backend.act_in_place(act, in_place.view_mut())?;
                 outcomes.compare(call, o_name, &in_place, o);
                 for (grad, truth, magnitude) in &gradients {
                     let mut dx = Tensor::unwritten(dtype, &shape);
-                    act.backward_into(x.view(), grad.view(), dx.view_mut())?;
+                    backend.act_backward(act, x.view(), grad.view(), dx.view_mut())?;
                     outcomes.compare(call, dx_name, &dx, Expected { truth, magnitude });
                 }
                 Ok(())
-            });
-            if let Err(error) = result.and_then(|result| result) {
+            };
+            if let Err(error) = run() {
                 outcomes.fault(call, o_name, &error.to_string());
             }
         }

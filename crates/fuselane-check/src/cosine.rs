@@ -5,8 +5,9 @@ use std::fmt;
 
 use fuselane::reference::angles::{Gradients, Input};
 use fuselane::reference::{self};
-use fuselane::{Angles, Cosine, CosineBackward, DType, FusedAct, Isa, Result, View, ViewMut};
+use fuselane::{Angles, Cosine, CosineBackward, DType, FusedAct, Result, View, ViewMut};
 
+use crate::backend::{Backend, Runner};
 use crate::encoding::{self, BATCH, Encode, ORDERS, PLACEMENTS, THETA_DTYPES, Tokens, fused_acts};
 use crate::outcome::Outcomes;
 use crate::{Bound, Case};
@@ -87,8 +88,12 @@ impl fmt::Display for Waves {
 }
 
 impl Case for Waves {
-    fn run(&self, dtype: DType, isas: &[Isa], outcomes: &mut Outcomes) {
-        encoding::run((self, &self.tokens, &BOUNDS), &self.options, dtype, isas, outcomes);
+    fn parameter_dtypes(&self) -> Vec<DType> {
+        vec![self.tokens.theta_dtype]
+    }
+
+    fn run(&self, dtype: DType, runners: &[Runner<'_>], outcomes: &mut Outcomes) {
+        encoding::run((self, &self.tokens, &BOUNDS), &self.options, dtype, runners, outcomes);
     }
 }
 
@@ -101,19 +106,26 @@ impl Encode for Cosine<'_> {
         self.act
     }
 
-    fn forward(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()> {
-        self.forward_into(x, angles, o)
+    fn forward(
+        &self,
+        backend: &dyn Backend,
+        x: View<'_>,
+        angles: Angles<'_>,
+        o: ViewMut<'_>,
+    ) -> Result<()> {
+        backend.cosine_forward(self, x, angles, o)
     }
 
     fn backward(
         &self,
+        backend: &dyn Backend,
         x: Option<View<'_>>,
         grad: View<'_>,
         angles: Angles<'_>,
         dx: Option<ViewMut<'_>>,
         dtheta: Option<ViewMut<'_>>,
     ) -> Result<()> {
-        self.backward_into(CosineBackward { x, grad, angles, dx, dtheta })
+        backend.cosine_backward(self, CosineBackward { x, grad, angles, dx, dtheta })
     }
 
     fn reference(&self, input: &Input<'_>) -> [Vec<f64>; 2] {

@@ -6,11 +6,11 @@ use std::fmt;
 use fuselane::reference::Random;
 use fuselane::reference::angles::{Gradients, Input};
 use fuselane::{
-    Act, AngleTable, Angles, DType, FusedAct, Isa, Positions, Result, TokenLayout, View, ViewMut,
-    with_isa,
+    Act, AngleTable, Angles, DType, FusedAct, Positions, Result, TokenLayout, View, ViewMut,
 };
 
 use crate::Bound;
+use crate::backend::{Backend, Runner};
 use crate::outcome::{Call, Expected, Outcomes};
 use crate::tensor::Tensor;
 
@@ -77,9 +77,15 @@ impl Placement {
     }
 
     /// A table with the angles of all tokens.
-    fn table(&self, theta: View<'_>, count: usize, dtype: DType) -> Result<AngleTable> {
+    fn table(
+        &self,
+        backend: &dyn Backend,
+        theta: View<'_>,
+        count: usize,
+        dtype: DType,
+    ) -> Result<AngleTable> {
         let range = match self.positions {
-            Positions::Grid(grid) => return AngleTable::for_grid(theta, count, grid, dtype),
+            Positions::Grid(grid) => return backend.table_for_grid(theta, count, grid, dtype),
             // Extra tokens stand at 0.
             Positions::From(offset) if self.extra_tokens > 0 => {
                 offset.min(0)..offset + self.tokens as i64
@@ -90,7 +96,7 @@ impl Placement {
                     ..given.iter().copied().max().unwrap_or(0) + 1
             }
         };
-        AngleTable::for_sequence(theta, count, range, dtype)
+        backend.table_for_sequence(theta, count, range, dtype)
     }
 }
 
@@ -215,9 +221,16 @@ pub(crate) trait Encode {
     fn width(&self, d: usize) -> usize;
     /// The activation that comes first.
     fn act(&self) -> FusedAct;
-    fn forward(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()>;
+    fn forward(
+        &self,
+        backend: &dyn Backend,
+        x: View<'_>,
+        angles: Angles<'_>,
+        o: ViewMut<'_>,
+    ) -> Result<()>;
     fn backward(
         &self,
+        backend: &dyn Backend,
         x: Option<View<'_>>,
         grad: View<'_>,
         angles: Angles<'_>,
@@ -235,7 +248,7 @@ pub(crate) fn run(
     (case, tokens, bounds): (&dyn fmt::Display, &Tokens, &[Bound]),
     encode: &impl Encode,
     dtype: DType,
-    isas: &[Isa],
+    runners: &[Runner<'_>],
     outcomes: &mut Outcomes,
 ) {
     let &Tokens { placement, order, dims, theta_dims, theta_dtype, count, .. } = tokens;
@@ -259,18 +272,18 @@ pub(crate) fn run(
         true => ("o of short forms", "dx of short forms"),
         false => ("o", "dx"),
     };
-    for &isa in isas {
-        let call = Call { case, bounds, dtype, isa };
-        let result = with_isa(isa, || -> Result<()> {
+    for &runner in runners {
+        let (backend, call) = (runner.backend, Call { case, bounds, dtype, runner });
+        let mut run = || -> Result<()> {
             let table = match tokens.table {
-                true => Some(placement.table(theta.view(), count, dtype)?),
+                true => Some(placement.table(backend, theta.view(), count, dtype)?),
                 false => None,
             };
             let angles = table.as_ref().map_or(theta.view().into(), Angles::from);
             let (x, grad) = (order.view(&x)?, order.view(&grad)?);
 
             let mut o = Tensor::unwritten(dtype, &order.shape(o_dims));
-            encode.forward(x, angles, order.view_mut(&mut o)?)?;
+            encode.forward(backend, x, angles, order.view_mut(&mut o)?)?;
             outcomes.compare_values(call, o_name, &o, &order.values(&o, o_dims), o_expected);
 
             // Both gradients, and each by itself.
@@ -282,7 +295,7 @@ pub(crate) fn run(
                 let mut dtheta = Tensor::unwritten(theta_dtype, &theta_dims);
                 let dx_view = if with_dx { Some(order.view_mut(&mut dx)?) } else { None };
                 let dtheta_view = with_dtheta.then(|| dtheta.view_mut());
-                encode.backward(x, grad, angles, dx_view, dtheta_view)?;
+                encode.backward(backend, x, grad, angles, dx_view, dtheta_view)?;
                 if with_dx {
                     let values = order.values(&dx, dims);
                     outcomes.compare_values(call, dx_name, &dx, &values, dx_expected);
@@ -292,8 +305,8 @@ pub(crate) fn run(
                 }
             }
             Ok(())
-        });
-        if let Err(error) = result.and_then(|result| result) {
+        };
+        if let Err(error) = run() {
             outcomes.fault(call, o_name, &error.to_string());
         }
     }

@@ -16,6 +16,9 @@
 //! terms that the result is a sum of: where terms cancel, no arithmetic of that type could do
 //! better. K is the number that [`Bound`] states for each output.
 //!
+//! A run goes over the instruction sets of this CPU ([`run`]), or over any [`Backend`]s
+//! ([`run_on`]): whoever can run the operators' calls can be checked.
+//!
 //! ```
 //! use fuselane::DType;
 //! use fuselane_check::{Operator, Selection, run};
@@ -30,6 +33,7 @@
 //! ```
 
 pub mod act;
+mod backend;
 pub mod cosine;
 mod encoding;
 pub mod normalize;
@@ -44,6 +48,8 @@ use std::str::FromStr;
 use fuselane::{DType, Isa};
 use rayon::prelude::*;
 
+use backend::Runner;
+pub use backend::{Backend, Cpu};
 use outcome::Outcomes;
 pub use outcome::{Bound, Outcome};
 
@@ -109,6 +115,13 @@ pub enum Effort {
     /// A part that meets every value of every option, for a check of a machine in seconds.
     #[default]
     Quick,
+    /// One of so many cases of each operator, for backends that take long. Cases are the innermost
+    /// of nested loops over the options, so a step that shares a factor with the number of values of
+    /// an option (those have the factors 2, 3, 5, 7, 11, 13 and 19) meets only some of them: take a
+    /// prime above 20, such as 23, 101 or 499. The larger it is, the fewer combinations of values are
+    /// met. [`Effort::Quick`] is 23; 1 is [`Effort::Full`], and so is 0. Of `act` all functions
+    /// run with any step.
+    Every(usize),
     /// All of it.
     Full,
 }
@@ -118,12 +131,17 @@ impl Effort {
     /// of any option, so that the cases that run meet all values of all options.
     const STEP: usize = 23;
 
-    fn thin(self, cases: Vec<Box<dyn Case>>) -> Vec<Box<dyn Case>> {
-        let step = match self {
+    /// Every how many cases one runs.
+    fn step(self) -> usize {
+        match self {
             Self::Quick => Self::STEP,
+            Self::Every(step) => step.max(1),
             Self::Full => 1,
-        };
-        cases.into_iter().step_by(step).collect()
+        }
+    }
+
+    fn thin(self, cases: Vec<Box<dyn Case>>) -> Vec<Box<dyn Case>> {
+        cases.into_iter().step_by(self.step()).collect()
     }
 }
 
@@ -134,7 +152,8 @@ pub struct Selection {
     pub operators: Vec<Operator>,
     /// The dtypes of the activations. Those of parameters change from case to case.
     pub dtypes: Vec<DType>,
-    /// The instruction sets; those that this CPU lacks are passed over.
+    /// The instruction sets that [`run`] goes over; those that this CPU lacks are passed over.
+    /// [`run_on`] takes backends instead.
     pub isas: Vec<Isa>,
     /// How much of the matrix runs.
     pub effort: Effort,
@@ -164,14 +183,30 @@ pub struct Progress {
 
 /// One combination of options. Its `Display` names them, as in `rotate act=silu pairing=half`.
 trait Case: fmt::Display + Send + Sync {
-    /// Draws the inputs, runs on each instruction set and records what came out.
-    fn run(&self, dtype: DType, isas: &[Isa], outcomes: &mut Outcomes);
+    /// The dtypes of the parameters and their gradients.
+    fn parameter_dtypes(&self) -> Vec<DType>;
+
+    /// Draws the inputs, runs on each backend and records what came out.
+    fn run(&self, dtype: DType, runners: &[Runner<'_>], outcomes: &mut Outcomes);
 }
 
-/// Runs the selected cases on the current rayon pool. There is one outcome for each operator,
-/// output, dtype and instruction set, in this order; `progress` is called from time to time.
+/// Runs the selected cases on the selected instruction sets, on the current rayon pool. There is one
+/// outcome for each operator, output, dtype and instruction set, in this order; `progress` is called
+/// from time to time.
 pub fn run(selection: &Selection, progress: &mut dyn FnMut(Progress)) -> Vec<Outcome> {
-    let isas: Vec<Isa> = selection.isas.iter().copied().filter(|isa| isa.is_available()).collect();
+    let isas = selection.isas.iter().copied().filter(|isa| isa.is_available());
+    let cpus: Vec<Cpu> = isas.map(Cpu).collect();
+    let backends: Vec<&dyn Backend> = cpus.iter().map(|cpu| cpu as &dyn Backend).collect();
+    run_on(selection, &backends, progress)
+}
+
+/// [`run`] for any backends, whatever instruction sets are selected. A backend leaves out the cases
+/// with a dtype that it does not support; it has no outcome where that leaves none.
+pub fn run_on(
+    selection: &Selection,
+    backends: &[&dyn Backend],
+    progress: &mut dyn FnMut(Progress),
+) -> Vec<Outcome> {
     let matrices: Vec<(Operator, Vec<Box<dyn Case>>)> =
         selection.operators.iter().map(|&o| (o, o.cases(selection.effort))).collect();
     let total = matrices.iter().map(|(_, cases)| cases.len() * selection.dtypes.len()).sum();
@@ -189,7 +224,10 @@ pub fn run(selection: &Selection, progress: &mut dyn FnMut(Progress)) -> Vec<Out
                 .fold(
                     || Outcomes::new(*operator),
                     |mut outcomes, (case, dtype)| {
-                        case.run(*dtype, &isas, &mut outcomes);
+                        let runners = suited(backends, &***case, *dtype);
+                        if !runners.is_empty() {
+                            case.run(*dtype, &runners, &mut outcomes);
+                        }
                         outcomes
                     },
                 )
@@ -200,4 +238,15 @@ pub fn run(selection: &Selection, progress: &mut dyn FnMut(Progress)) -> Vec<Out
         outcomes.extend(of_operator.into_vec());
     }
     outcomes
+}
+
+/// The backends that have all dtypes of a case.
+fn suited<'a>(backends: &[&'a dyn Backend], case: &dyn Case, dtype: DType) -> Vec<Runner<'a>> {
+    let mut dtypes = case.parameter_dtypes();
+    dtypes.push(dtype);
+    let runners = backends.iter().enumerate();
+    runners
+        .map(|(place, &backend)| Runner { place, backend })
+        .filter(|runner| dtypes.iter().all(|&dtype| runner.backend.supports(dtype)))
+        .collect()
 }

@@ -6,10 +6,11 @@ use std::fmt;
 use fuselane::reference::Random;
 use fuselane::reference::normalize::{self as reference, Input};
 use fuselane::{
-    Act, DType, GatePosition, Isa, Normalize, NormalizeBackward, NormalizeForward, Residual,
-    Result, WeightForm, with_isa,
+    Act, DType, GatePosition, Normalize, NormalizeBackward, NormalizeForward, Residual, Result,
+    WeightForm,
 };
 
+use crate::backend::Runner;
 use crate::outcome::{Call, Expected, Outcomes};
 use crate::tensor::Tensor;
 use crate::{Bound, Case};
@@ -209,6 +210,7 @@ impl Norm {
     ) -> Result<()> {
         let Operands { x, residual, gate, weight, bias, grad, grad_sum } = operands;
         let (options, shape, dtype) = (&self.options, [self.rows, self.d], x.dtype());
+        let backend = call.runner.backend;
         let statistics = [self.rows, options.groups];
         let mut o = Tensor::unwritten(dtype, &shape);
         let mut rstd = Tensor::unwritten(dtype.real(), &statistics);
@@ -219,7 +221,7 @@ impl Norm {
             Added::Into => Some(Tensor::unwritten(dtype, &shape)),
             Added::None | Added::Add => None,
         };
-        options.forward_into(NormalizeForward {
+        let forward = NormalizeForward {
             x: x.view(),
             weight: weight.as_ref().map(Tensor::view),
             bias: bias.as_ref().map(Tensor::view),
@@ -235,7 +237,8 @@ impl Norm {
             o: o.view_mut(),
             rstd: Some(rstd.view_mut()),
             mean: mean.as_mut().map(Tensor::view_mut),
-        })?;
+        };
+        backend.normalize_forward(options, forward)?;
         truth.compare(outcomes, call, "o", Some(&o));
         truth.compare(outcomes, call, "rstd", Some(&rstd));
         truth.compare(outcomes, call, "mean", mean.as_ref());
@@ -248,7 +251,7 @@ impl Norm {
         let mut dweight = weight.as_ref().map(like);
         let mut dbias = bias.as_ref().map(like);
         let kept = sum.as_ref().filter(|_| self.from_sum);
-        options.backward_into(NormalizeBackward {
+        let backward = NormalizeBackward {
             grad: grad.view(),
             x: kept.unwrap_or(x).view(),
             residual: residual.as_ref().filter(|_| kept.is_none()).map(Tensor::view),
@@ -263,7 +266,8 @@ impl Norm {
             dgate: dgate.as_mut().map(Tensor::view_mut),
             dweight: dweight.as_mut().map(Tensor::view_mut),
             dbias: dbias.as_mut().map(Tensor::view_mut),
-        })?;
+        };
+        backend.normalize_backward(options, backward)?;
         truth.compare(outcomes, call, "dx", Some(&dx));
         truth.compare(outcomes, call, "dresidual", dresidual.as_ref());
         truth.compare(outcomes, call, "dgate", dgate.as_ref());
@@ -274,13 +278,17 @@ impl Norm {
 }
 
 impl Case for Norm {
-    fn run(&self, dtype: DType, isas: &[Isa], outcomes: &mut Outcomes) {
+    fn parameter_dtypes(&self) -> Vec<DType> {
+        let given = self.parameter_dtypes.into_iter().zip([self.weight, self.bias]);
+        given.filter_map(|(dtype, given)| given.then_some(dtype)).collect()
+    }
+
+    fn run(&self, dtype: DType, runners: &[Runner<'_>], outcomes: &mut Outcomes) {
         let operands = self.draw(dtype);
         let truth = Truth::new(self, &operands);
-        for &isa in isas {
-            let call = Call { case: self, bounds: &BOUNDS, dtype, isa };
-            let result = with_isa(isa, || self.call(&operands, &truth, call, outcomes));
-            if let Err(error) = result.and_then(|result| result) {
+        for &runner in runners {
+            let call = Call { case: self, bounds: &BOUNDS, dtype, runner };
+            if let Err(error) = self.call(&operands, &truth, call, outcomes) {
                 outcomes.fault(call, "o", &error.to_string());
             }
         }

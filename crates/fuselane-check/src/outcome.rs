@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use fuselane::reference::ulp;
-use fuselane::{DType, Element, Isa};
+use fuselane::{DType, Element};
 use half::{bf16, f16};
 
 use crate::Operator;
+use crate::backend::Runner;
 use crate::tensor::Tensor;
 
 /// K of one output: `|got - truth| <= 1/2 ulp of the output + K ulp of the arithmetic`, as the
@@ -52,7 +53,7 @@ impl fmt::Display for Bound {
     }
 }
 
-/// The worst of all elements of one output, for one dtype and instruction set: the one with the
+/// The worst of all elements of one output, for one dtype and backend: the one with the
 /// largest error of the arithmetic, relative to its bound.
 #[derive(Debug, Clone)]
 pub struct Outcome {
@@ -62,8 +63,8 @@ pub struct Outcome {
     pub output: &'static str,
     /// The dtype of the activations.
     pub dtype: DType,
-    /// The instruction set.
-    pub isa: Isa,
+    /// The name of the backend: of the instruction set, on this CPU.
+    pub backend: String,
     /// The options of the case that the worst element is in.
     pub case: String,
     /// Its index.
@@ -102,8 +103,8 @@ impl Outcome {
 /// One line that says how the worst element stands to its bound.
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { operator, output, dtype, isa, case, at, worst, bound, .. } = self;
-        write!(f, "{operator} {output}[{at}] {dtype} {isa}: ")?;
+        let Self { operator, output, dtype, backend, case, at, worst, bound, .. } = self;
+        write!(f, "{operator} {output}[{at}] {dtype} {backend}: ")?;
         write!(f, "{worst:.4} ulp, promised {bound:.4} (K = {:.3} of {}), ", self.needed, self.k)?;
         write!(f, "in {case}")?;
         if self.broken > 0 {
@@ -125,7 +126,7 @@ pub(crate) struct Call<'a> {
     pub(crate) case: &'a dyn fmt::Display,
     pub(crate) bounds: &'a [Bound],
     pub(crate) dtype: DType,
-    pub(crate) isa: Isa,
+    pub(crate) runner: Runner<'a>,
 }
 
 /// What an output should be.
@@ -194,12 +195,12 @@ impl Outcomes {
     }
 
     fn outcome(&mut self, call: Call<'_>, output: &'static str) -> &mut Outcome {
-        let key = (output, call.dtype as usize, call.isa as usize);
+        let key = (output, call.dtype as usize, call.runner.place);
         self.found.entry(key).or_insert_with(|| Outcome {
             operator: self.operator,
             output,
             dtype: call.dtype,
-            isa: call.isa,
+            backend: call.runner.backend.name().into(),
             case: call.case.to_string(),
             at: 0,
             worst: 0.0,
@@ -229,7 +230,7 @@ impl Outcomes {
         self
     }
 
-    /// In the order of outputs, dtypes and instruction sets.
+    /// In the order of outputs, dtypes and backends.
     pub(crate) fn into_vec(self) -> Vec<Outcome> {
         self.found.into_values().collect()
     }
@@ -287,11 +288,14 @@ pub(crate) fn round(dtype: DType, value: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Cpu;
+    use fuselane::Isa;
 
     const BOUNDS: [Bound; 1] = [Bound { output: "o", f32: 2.0, f16: 2.0, bf16: 2.0, f64: 2.0 }];
 
     fn outcome(dtype: DType, got: f64, truth: f64, magnitude: f64) -> Outcome {
-        let call = Call { case: &"test", bounds: &BOUNDS, dtype, isa: Isa::Portable };
+        let runner = Runner { place: 0, backend: &Cpu(Isa::Portable) };
+        let call = Call { case: &"test", bounds: &BOUNDS, dtype, runner };
         let tensor = Tensor::rounded(dtype, &[got], &[1]);
         let mut outcomes = Outcomes::new(Operator::Act);
         outcomes.compare(call, "o", &tensor, Expected { truth: &[truth], magnitude: &[magnitude] });

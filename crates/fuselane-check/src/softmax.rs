@@ -4,8 +4,9 @@
 use std::fmt;
 
 use fuselane::reference::{self, Random};
-use fuselane::{DType, Isa, Result, Softmax, with_isa};
+use fuselane::{DType, Result, Softmax};
 
+use crate::backend::Runner;
 use crate::outcome::{Call, Expected, Outcomes};
 use crate::tensor::Tensor;
 use crate::{Bound, Case};
@@ -122,7 +123,11 @@ impl Rows {
 }
 
 impl Case for Rows {
-    fn run(&self, dtype: DType, isas: &[Isa], outcomes: &mut Outcomes) {
+    fn parameter_dtypes(&self) -> Vec<DType> {
+        Vec::new()
+    }
+
+    fn run(&self, dtype: DType, runners: &[Runner<'_>], outcomes: &mut Outcomes) {
         use reference::softmax::{
             backward_from_input, backward_from_input_magnitude, backward_from_output,
             backward_from_output_magnitude, forward, forward_magnitude,
@@ -137,16 +142,18 @@ impl Case for Rows {
         let magnitude = forward_magnitude(options, &x_values, dims);
         let dx_truth = backward_from_input(options, &x_values, &grad_values, dims);
         let dx_magnitude = backward_from_input_magnitude(options, &x_values, &grad_values, dims);
-        for &isa in isas {
-            let call = Call { case: self, bounds: &BOUNDS, dtype, isa };
-            let result = with_isa(isa, || -> Result<()> {
+        for &runner in runners {
+            let (backend, call) =
+                (runner.backend, Call { case: self, bounds: &BOUNDS, dtype, runner });
+            let mut run = || -> Result<()> {
                 let mut o = Tensor::unwritten(dtype, shape);
-                options.forward_into(x.view(), o.view_mut())?;
+                backend.softmax_forward(options, x.view(), o.view_mut())?;
                 let expected = Expected { truth: &truth, magnitude: &magnitude };
                 outcomes.compare(call, "o", &o, expected);
 
                 let mut dx = Tensor::unwritten(dtype, shape);
-                options.backward_from_input_into(x.view(), grad.view(), dx.view_mut())?;
+                let (x, grad) = (x.view(), grad.view());
+                backend.softmax_backward_from_input(options, x, grad, dx.view_mut())?;
                 let expected = Expected { truth: &dx_truth, magnitude: &dx_magnitude };
                 outcomes.compare(call, "dx from x", &dx, expected);
 
@@ -155,12 +162,12 @@ impl Case for Rows {
                 let truth = backward_from_output(options, &kept, &grad_values, dims);
                 let magnitude = backward_from_output_magnitude(options, &kept, &grad_values, dims);
                 let mut dx = Tensor::unwritten(dtype, shape);
-                options.backward_into(o.view(), grad.view(), dx.view_mut())?;
+                backend.softmax_backward(options, o.view(), grad, dx.view_mut())?;
                 let expected = Expected { truth: &truth, magnitude: &magnitude };
                 outcomes.compare(call, "dx from o", &dx, expected);
                 Ok(())
-            });
-            if let Err(error) = result.and_then(|result| result) {
+            };
+            if let Err(error) = run() {
                 outcomes.fault(call, "o", &error.to_string());
             }
         }

@@ -17,7 +17,7 @@ fn check(operator: Operator) {
             outcome.operator,
             outcome.output,
             outcome.dtype,
-            outcome.isa,
+            outcome.backend,
             outcome.worst,
             outcome.bound,
             outcome.needed,

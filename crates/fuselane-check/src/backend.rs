@@ -1,0 +1,224 @@
+//! Who runs the calls of a case.
+
+use std::ops::Range;
+
+use fuselane::{
+    Act, AngleTable, Angles, Cosine, CosineBackward, DType, Isa, Normalize, NormalizeBackward,
+    NormalizeForward, Result, Rotate, RotateBackward, Softmax, View, ViewMut, with_isa,
+};
+
+/// Who runs the calls of a case: an instruction set of this CPU, or another device.
+///
+/// The functions are those `_into` calls of the operators that the matrix makes. Views are of this process's memory, so a
+/// device copies inputs to itself and results back. What comes back as an error is a fault of the
+/// case, since all cases are legal. Calls come from several threads at once.
+pub trait Backend: Sync {
+    /// The name in outcomes, as in `avx2`.
+    fn name(&self) -> &str;
+
+    /// Whether it has tensors of this dtype; by default it has all. A case is run on the backends
+    /// that have the dtypes of all its tensors, activations, parameters and their gradients alike;
+    /// others leave it out without a word. (Statistics and tables of angles are of the arithmetic
+    /// type: f32, or f64 for f64 activations.)
+    fn supports(&self, dtype: DType) -> bool {
+        let _ = dtype;
+        true
+    }
+
+    /// [`Act::forward_into`].
+    fn act_forward(&self, act: Act, x: View<'_>, o: ViewMut<'_>) -> Result<()>;
+
+    /// [`Act::forward_in_place`].
+    fn act_in_place(&self, act: Act, x: ViewMut<'_>) -> Result<()>;
+
+    /// [`Act::backward_into`].
+    fn act_backward(&self, act: Act, x: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()>;
+
+    /// [`Softmax::forward_into`].
+    fn softmax_forward(&self, options: &Softmax, x: View<'_>, o: ViewMut<'_>) -> Result<()>;
+
+    /// [`Softmax::backward_into`].
+    fn softmax_backward(
+        &self,
+        options: &Softmax,
+        o: View<'_>,
+        grad: View<'_>,
+        dx: ViewMut<'_>,
+    ) -> Result<()>;
+
+    /// [`Softmax::backward_from_input_into`].
+    fn softmax_backward_from_input(
+        &self,
+        options: &Softmax,
+        x: View<'_>,
+        grad: View<'_>,
+        dx: ViewMut<'_>,
+    ) -> Result<()>;
+
+    /// [`Normalize::forward_into`].
+    fn normalize_forward(&self, options: &Normalize, call: NormalizeForward<'_>) -> Result<()>;
+
+    /// [`Normalize::backward_into`].
+    fn normalize_backward(&self, options: &Normalize, call: NormalizeBackward<'_>) -> Result<()>;
+
+    /// [`Rotate::forward_into`].
+    fn rotate_forward(
+        &self,
+        options: &Rotate<'_>,
+        x: View<'_>,
+        angles: Angles<'_>,
+        o: ViewMut<'_>,
+    ) -> Result<()>;
+
+    /// [`Rotate::backward_into`].
+    fn rotate_backward(&self, options: &Rotate<'_>, call: RotateBackward<'_>) -> Result<()>;
+
+    /// [`Cosine::forward_into`].
+    fn cosine_forward(
+        &self,
+        options: &Cosine<'_>,
+        x: View<'_>,
+        angles: Angles<'_>,
+        o: ViewMut<'_>,
+    ) -> Result<()>;
+
+    /// [`Cosine::backward_into`].
+    fn cosine_backward(&self, options: &Cosine<'_>, call: CosineBackward<'_>) -> Result<()>;
+
+    /// [`AngleTable::for_sequence`]; by default made by this CPU, with its best instruction set.
+    fn table_for_sequence(
+        &self,
+        theta: View<'_>,
+        count: usize,
+        positions: Range<i64>,
+        dtype: DType,
+    ) -> Result<AngleTable> {
+        AngleTable::for_sequence(theta, count, positions, dtype)
+    }
+
+    /// [`AngleTable::for_grid`]; by default made by this CPU, with its best instruction set.
+    fn table_for_grid(
+        &self,
+        theta: View<'_>,
+        count: usize,
+        shape: &[usize],
+        dtype: DType,
+    ) -> Result<AngleTable> {
+        AngleTable::for_grid(theta, count, shape, dtype)
+    }
+}
+
+/// An instruction set of this CPU, which has to be available.
+///
+/// ```
+/// use fuselane::Isa;
+/// use fuselane_check::{Backend, Cpu};
+/// assert_eq!(Cpu(Isa::Portable).name(), "portable");
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cpu(pub Isa);
+
+impl Backend for Cpu {
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn act_forward(&self, act: Act, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
+        with_isa(self.0, || act.forward_into(x, o))?
+    }
+
+    fn act_in_place(&self, act: Act, x: ViewMut<'_>) -> Result<()> {
+        with_isa(self.0, || act.forward_in_place(x))?
+    }
+
+    fn act_backward(&self, act: Act, x: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+        with_isa(self.0, || act.backward_into(x, grad, dx))?
+    }
+
+    fn softmax_forward(&self, options: &Softmax, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
+        with_isa(self.0, || options.forward_into(x, o))?
+    }
+
+    fn softmax_backward(
+        &self,
+        options: &Softmax,
+        o: View<'_>,
+        grad: View<'_>,
+        dx: ViewMut<'_>,
+    ) -> Result<()> {
+        with_isa(self.0, || options.backward_into(o, grad, dx))?
+    }
+
+    fn softmax_backward_from_input(
+        &self,
+        options: &Softmax,
+        x: View<'_>,
+        grad: View<'_>,
+        dx: ViewMut<'_>,
+    ) -> Result<()> {
+        with_isa(self.0, || options.backward_from_input_into(x, grad, dx))?
+    }
+
+    fn normalize_forward(&self, options: &Normalize, call: NormalizeForward<'_>) -> Result<()> {
+        with_isa(self.0, || options.forward_into(call))?
+    }
+
+    fn normalize_backward(&self, options: &Normalize, call: NormalizeBackward<'_>) -> Result<()> {
+        with_isa(self.0, || options.backward_into(call))?
+    }
+
+    fn rotate_forward(
+        &self,
+        options: &Rotate<'_>,
+        x: View<'_>,
+        angles: Angles<'_>,
+        o: ViewMut<'_>,
+    ) -> Result<()> {
+        with_isa(self.0, || options.forward_into(x, angles, o))?
+    }
+
+    fn rotate_backward(&self, options: &Rotate<'_>, call: RotateBackward<'_>) -> Result<()> {
+        with_isa(self.0, || options.backward_into(call))?
+    }
+
+    fn cosine_forward(
+        &self,
+        options: &Cosine<'_>,
+        x: View<'_>,
+        angles: Angles<'_>,
+        o: ViewMut<'_>,
+    ) -> Result<()> {
+        with_isa(self.0, || options.forward_into(x, angles, o))?
+    }
+
+    fn cosine_backward(&self, options: &Cosine<'_>, call: CosineBackward<'_>) -> Result<()> {
+        with_isa(self.0, || options.backward_into(call))?
+    }
+
+    fn table_for_sequence(
+        &self,
+        theta: View<'_>,
+        count: usize,
+        positions: Range<i64>,
+        dtype: DType,
+    ) -> Result<AngleTable> {
+        with_isa(self.0, || AngleTable::for_sequence(theta, count, positions, dtype))?
+    }
+
+    fn table_for_grid(
+        &self,
+        theta: View<'_>,
+        count: usize,
+        shape: &[usize],
+        dtype: DType,
+    ) -> Result<AngleTable> {
+        with_isa(self.0, || AngleTable::for_grid(theta, count, shape, dtype))?
+    }
+}
+
+/// A backend, and its place among those of a run, which is its place among the outcomes.
+#[derive(Clone, Copy)]
+pub(crate) struct Runner<'a> {
+    pub(crate) place: usize,
+    pub(crate) backend: &'a dyn Backend,
+}
