@@ -1,0 +1,5 @@
+//! What the operators' kernels share.
+
+pub(crate) mod math;
+pub(crate) mod reduce;
+pub(crate) mod storage;

@@ -1,0 +1,106 @@
+//! Sums and maxima over the units that work on one row.
+//!
+//! A cube has `units` units along x for each of its `rows` rows along y. All units of the cube
+//! have to call these functions together. The order of a sum is fixed by `units` and `plane`
+//! alone, so that a result repeats bit for bit.
+
+use cubecl::prelude::*;
+
+/// The units that work on the rows of a cube.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Team {
+    /// Units for each row; a power of two.
+    pub(crate) units: u32,
+    /// Rows that a cube works on at once.
+    pub(crate) rows: u32,
+    /// The size of a plane whose units exchange numbers directly; 0 where shared memory does it.
+    pub(crate) plane: u32,
+}
+
+impl Team {
+    /// Numbers in shared memory that a reduction needs.
+    pub(crate) fn shared(self) -> usize {
+        let per_row = if self.plane == 0 { self.units } else { self.units / self.plane };
+        (per_row.max(1) * self.rows) as usize
+    }
+
+    /// The steps of a butterfly among the units of a plane.
+    fn steps(self) -> u32 {
+        self.plane.min(self.units).max(1).ilog2()
+    }
+}
+
+/// What is reduced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Fold {
+    Sum,
+    Max,
+}
+
+#[cube]
+fn fold(a: f32, b: f32, #[comptime] fold: Fold) -> f32 {
+    match comptime!(fold) {
+        Fold::Sum => a + b,
+        Fold::Max => a.max(b),
+    }
+}
+
+/// The fold of `value` over the units of a row, for all of them.
+#[cube]
+pub(crate) fn over_units(
+    value: f32,
+    shared: &mut Shared<[f32]>,
+    #[comptime] kind: Fold,
+    #[comptime] team: Team,
+) -> f32 {
+    let mut value = value;
+    if comptime!(team.plane > 0) {
+        #[unroll]
+        for i in 0..comptime!(team.steps()) {
+            let step = comptime!(1u32 << i);
+            value = fold(value, plane_shuffle_xor(value, step), kind);
+        }
+        if comptime!(team.units > team.plane) {
+            let planes = comptime!(team.units / team.plane);
+            let first = (UNIT_POS_Y * planes) as usize;
+            if UNIT_POS_X % comptime!(team.plane) == 0u32 {
+                shared[first + (UNIT_POS_X / comptime!(team.plane)) as usize] = value;
+            }
+            sync_cube();
+            value = shared[first];
+            #[unroll]
+            for i in 1..comptime!(planes as usize) {
+                value = fold(value, shared[first + i], kind);
+            }
+            sync_cube();
+        }
+    } else if comptime!(team.units > 1) {
+        let first = (UNIT_POS_Y * comptime!(team.units)) as usize;
+        let unit = UNIT_POS_X as usize;
+        shared[first + unit] = value;
+        sync_cube();
+        #[unroll]
+        for i in 0..comptime!(team.units.ilog2()) {
+            let half = comptime!((team.units >> (i + 1)) as usize);
+            if unit < half {
+                shared[first + unit] =
+                    fold(shared[first + unit], shared[first + unit + half], kind);
+            }
+            sync_cube();
+        }
+        value = shared[first];
+        sync_cube();
+    }
+    value
+}
+
+/// The fold of a vector's numbers.
+#[cube]
+pub(crate) fn over_lanes<N: Size>(vector: Vector<f32, N>, #[comptime] kind: Fold) -> f32 {
+    let mut value = vector.extract(0usize);
+    #[unroll]
+    for i in 1..N::value() {
+        value = fold(value, vector.extract(i), kind);
+    }
+    value
+}

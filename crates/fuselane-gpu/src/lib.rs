@@ -1,0 +1,14 @@
+//! Fused transformer operators on GPUs.
+//!
+//! The operators of [`fuselane`], with its options, checks and errors, as CubeCL kernels.
+
+mod copy;
+mod device;
+mod kernel;
+mod launch;
+mod ops;
+mod tensor;
+
+pub use device::{Device, Tuning};
+pub use ops::act;
+pub use tensor::Tensor;

@@ -1,0 +1,191 @@
+//! Elementwise activations; see [`fuselane::Act`].
+//!
+//! A unit works on one vector: it loads, computes in f32, rounds and stores.
+
+use cubecl::prelude::*;
+use fuselane::{Act, Result};
+
+use crate::copy::through_f32;
+use crate::kernel::math;
+use crate::kernel::storage::{Format, Place, load, row_start, store, unit_number};
+use crate::launch::{Grid, Rows, Storage, largest, launch, one_device, with_words};
+use crate::tensor::Tensor;
+
+const NAME: &str = "act";
+
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
+fn act_forward<E: Numeric, P: Size, N: Size>(
+    x: &[Vector<E, P>],
+    o: &mut [Vector<E, P>],
+    x_place: &Place,
+    o_place: &Place,
+    shape: &Sequence<usize>,
+    vectors: usize,
+    total: usize,
+    #[comptime] act: Act,
+    #[comptime] short: bool,
+    #[comptime] format: Format,
+) {
+    let unit = unit_number();
+    if unit < total {
+        let (row, column) = (unit / vectors, unit % vectors);
+        let x = load::<E, P, N>(x, row_start(x_place, shape, row) + column, format);
+        let y = math::value::<N>(x, act, short);
+        store::<E, P, N>(o, row_start(o_place, shape, row) + column, y, format);
+    }
+}
+
+/// `from_output` says that `x` is the forward's output.
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
+fn act_backward<E: Numeric, P: Size, N: Size>(
+    x: &[Vector<E, P>],
+    grad: &[Vector<E, P>],
+    dx: &mut [Vector<E, P>],
+    x_place: &Place,
+    grad_place: &Place,
+    dx_place: &Place,
+    shape: &Sequence<usize>,
+    vectors: usize,
+    total: usize,
+    #[comptime] act: Act,
+    #[comptime] from_output: bool,
+    #[comptime] short: bool,
+    #[comptime] format: Format,
+) {
+    let unit = unit_number();
+    if unit < total {
+        let (row, column) = (unit / vectors, unit % vectors);
+        let x = load::<E, P, N>(x, row_start(x_place, shape, row) + column, format);
+        let grad = load::<E, P, N>(grad, row_start(grad_place, shape, row) + column, format);
+        let dx_at = row_start(dx_place, shape, row) + column;
+        if comptime!(from_output) {
+            store::<E, P, N>(dx, dx_at, math::pull_back_from_output::<N>(x, grad, act), format);
+        } else {
+            store::<E, P, N>(dx, dx_at, math::pull_back::<N>(x, grad, act, short), format);
+        }
+    }
+}
+
+/// Writes `f(x)` into `o`.
+pub fn forward_into(act: Act, x: &Tensor, o: &mut Tensor) -> Result<()> {
+    one_device(NAME, [("x", Some(x)), ("o", Some(o))])?;
+    act.check_forward(x.view()?, o.view_mut()?)?;
+    run_forward(act, x, o)
+}
+
+/// `f(x)` in a new tensor.
+pub fn forward(act: Act, x: &Tensor) -> Result<Tensor> {
+    let mut o = x.device().empty(x.dtype(), x.shape())?;
+    forward_into(act, x, &mut o)?;
+    Ok(o)
+}
+
+/// Replaces x by `f(x)`. For [`Act::None`] this touches nothing.
+pub fn forward_in_place(act: Act, x: &mut Tensor) -> Result<()> {
+    one_device(NAME, [("x", Some(&*x))])?;
+    if act == Act::None {
+        return Ok(());
+    }
+    act.check_in_place(x.view_mut()?)?;
+    run_forward(act, x, x)
+}
+
+/// Writes `dx = grad * f'(x)`, where `grad` is the gradient that arrives at the output.
+pub fn backward_into(act: Act, x: &Tensor, grad: &Tensor, dx: &mut Tensor) -> Result<()> {
+    one_device(NAME, [("x", Some(x)), ("grad", Some(grad)), ("dx", Some(dx))])?;
+    act.check_backward(x.view()?, grad.view()?, dx.view_mut()?)?;
+    run_backward(act, false, x, grad, dx)
+}
+
+/// `dx` of [`backward_into`] in a new tensor.
+pub fn backward(act: Act, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    let mut dx = x.device().empty(x.dtype(), x.shape())?;
+    backward_into(act, x, grad, &mut dx)?;
+    Ok(dx)
+}
+
+/// Writes `dx` from the output `o` of the forward; see [`Act::backward_from_output_into`].
+pub fn backward_from_output_into(
+    act: Act,
+    o: &Tensor,
+    grad: &Tensor,
+    dx: &mut Tensor,
+) -> Result<()> {
+    one_device(NAME, [("o", Some(o)), ("grad", Some(grad)), ("dx", Some(dx))])?;
+    act.check_backward_from_output(o.view()?, grad.view()?, dx.view_mut()?)?;
+    run_backward(act, true, o, grad, dx)
+}
+
+fn run_forward(act: Act, x: &Tensor, o: &Tensor) -> Result<()> {
+    if o.is_empty() {
+        return Ok(());
+    }
+    let ([x, o], device) = (contiguous_last([x, o])?, o.device());
+    let storage = Storage::of(device, x.dtype());
+    let rows = Rows::new([Some(&x), Some(&o)], *x.shape().last().unwrap_or(&1)).flattened();
+    let Some(width) = rows.width(device, storage, 2, &[]) else {
+        return through_f32(NAME, [Some(&x)], [Some(&o)], |[x], [o]| match (x, o) {
+            (Some(x), Some(o)) => run_forward(act, x, o),
+            _ => Ok(()),
+        });
+    };
+    let (vectors, n) = (rows.len / width.numbers, width.numbers);
+    let total = rows.count() * vectors;
+    let [x_rows, o_rows] = [rows.operand(0), rows.operand(1)];
+    let grid = Grid::of_units(NAME, device, total, largest([Some(&x), Some(&o)]))?;
+    with_words!(storage, E => launch!(
+        device, act_forward::<E>, grid, width.words, n,
+        x_rows.buffer(storage), o_rows.buffer(storage), x_rows.place(n), o_rows.place(n),
+        rows.shape(), vectors, total, act, storage.is_short(), storage.format(),
+    ));
+    Ok(())
+}
+
+fn run_backward(act: Act, from_output: bool, x: &Tensor, grad: &Tensor, dx: &Tensor) -> Result<()> {
+    if dx.is_empty() {
+        return Ok(());
+    }
+    let ([x, grad, dx], device) = (contiguous_last([x, grad, dx])?, dx.device());
+    let storage = Storage::of(device, x.dtype());
+    let tensors = [Some(&x), Some(&grad), Some(&dx)];
+    let rows = Rows::new(tensors, *x.shape().last().unwrap_or(&1)).flattened();
+    let Some(width) = rows.width(device, storage, 3, &[]) else {
+        let run = |[x, grad]: [Option<&Tensor>; 2], [dx]: [Option<&Tensor>; 1]| match (x, grad, dx)
+        {
+            (Some(x), Some(grad), Some(dx)) => run_backward(act, from_output, x, grad, dx),
+            _ => Ok(()),
+        };
+        return through_f32(NAME, [Some(&x), Some(&grad)], [Some(&dx)], run);
+    };
+    let (vectors, n) = (rows.len / width.numbers, width.numbers);
+    let total = rows.count() * vectors;
+    let [x_rows, grad_rows, dx_rows] = [0, 1, 2].map(|i| rows.operand(i));
+    let grid = Grid::of_units(NAME, device, total, largest(tensors))?;
+    with_words!(storage, E => launch!(
+        device, act_backward::<E>, grid, width.words, n,
+        x_rows.buffer(storage), grad_rows.buffer(storage), dx_rows.buffer(storage),
+        x_rows.place(n), grad_rows.place(n), dx_rows.place(n),
+        rows.shape(), vectors, total, act, from_output, storage.is_short(), storage.format(),
+    ));
+    Ok(())
+}
+
+/// Moves the dimension that is contiguous in the last tensor, the output, last in all of them.
+pub(crate) fn contiguous_last<const K: usize>(tensors: [&Tensor; K]) -> Result<[Tensor; K]> {
+    let output = tensors[K - 1];
+    let rank = output.shape().len();
+    let mut moved = tensors.map(Tensor::clone);
+    if rank == 0 {
+        for tensor in &mut moved {
+            *tensor = tensor.reshape(&[1])?;
+        }
+        return Ok(moved);
+    }
+    let one = (0..rank).rev().find(|&d| output.strides()[d] == 1 && output.shape()[d] > 1);
+    let last = one.unwrap_or(rank - 1);
+    let order: Vec<usize> = (0..rank).filter(|&d| d != last).chain([last]).collect();
+    for tensor in &mut moved {
+        *tensor = tensor.permute(&order)?;
+    }
+    Ok(moved)
+}

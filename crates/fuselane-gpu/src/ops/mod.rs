@@ -1,0 +1,3 @@
+//! One file per operator.
+
+pub mod act;
