@@ -11,4 +11,5 @@ mod tensor;
 
 pub use device::{Device, Tuning};
 pub use ops::act;
+pub use ops::softmax;
 pub use tensor::Tensor;
