@@ -130,8 +130,7 @@ fn devices() -> Vec<(&'static str, Device)> {
 #[test]
 fn matrix() {
     let full = std::env::var("FUSELANE_CHECK").is_ok_and(|effort| effort == "full");
-    let gpus: Vec<Gpu> =
-        devices().into_iter().map(|(name, device)| Gpu { name, device }).collect();
+    let gpus: Vec<Gpu> = devices().into_iter().map(|(name, device)| Gpu { name, device }).collect();
     let backends: Vec<&dyn Backend> = gpus.iter().map(|gpu| gpu as &dyn Backend).collect();
     let selection = Selection {
         operators: vec![Operator::Softmax],
@@ -209,11 +208,8 @@ fn check(device: &Device, shape: &[usize], order: &[usize], cut: &[usize], dim: 
     };
     let [x, grad] = [&x, &grad].map(|t| device.upload(View::new(t, shape).unwrap()).unwrap());
     let [x, grad] = [view(&x), view(&grad)];
-    let dims = [
-        x.shape()[..dim].iter().product(),
-        x.shape()[dim],
-        x.shape()[dim + 1..].iter().product(),
-    ];
+    let dims =
+        [x.shape()[..dim].iter().product(), x.shape()[dim], x.shape()[dim + 1..].iter().product()];
     for log in [false, true] {
         let options = Softmax { dim: dim as isize, log, zero_masked_rows: false };
         let output = view(&device.empty(DType::F32, shape).unwrap());
