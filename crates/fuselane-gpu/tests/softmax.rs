@@ -1,7 +1,8 @@
 //! Softmax and its gradients against the reference, in every way that the launch layer has.
 #![cfg(any(feature = "wgpu", feature = "vulkan", feature = "cuda", feature = "rocm"))]
 
-use fuselane::reference::{self, Random, ulp};
+use fuselane::reference::ulp::ulp;
+use fuselane::reference::{self, Random};
 use fuselane::{
     Act, Angles, Cosine, CosineBackward, DType, Element, Error, Normalize, NormalizeBackward,
     NormalizeForward, Result, Rotate, RotateBackward, Softmax, View, ViewMut,
@@ -136,7 +137,7 @@ fn matrix() {
     let selection = Selection {
         operators: vec![Operator::Softmax],
         dtypes: vec![DType::F32, DType::F16, DType::BF16],
-        effort: if full { Effort::Full } else { Effort::Every(23) },
+        effort: if full { Effort::Full } else { Effort::Every(101) },
         ..Selection::default()
     };
     let outcomes = run_on(&selection, &backends, &mut |progress| println!("{progress:?}"));

@@ -219,7 +219,8 @@ fn walk<E: Numeric, P: Size, N: Size>(
     step: usize,
     #[comptime] plan: Plan,
 ) -> Sums<N> {
-    let count = comptime!(chunk(N::value()));
+    let lanes = N::value();
+    let count = comptime!(chunk(lanes));
     let mut max = Vector::<f32, N>::new(LEAST);
     let mut shift = Vector::<f32, N>::new(LEAST);
     let mut sum = Vector::<f32, N>::new(0.0f32);
@@ -518,7 +519,8 @@ fn write<E: Numeric, P: Size, N: Size>(
     scales: &Scales<N>,
     #[comptime] plan: Plan,
 ) {
-    let count = comptime!(chunk(N::value()));
+    let lanes = N::value();
+    let count = comptime!(chunk(lanes));
     let mut xs = Array::<Vector<f32, N>>::new(comptime!(count));
     let mut grads = Array::<Vector<f32, N>>::new(comptime!(count));
     let mut at = first;
@@ -737,9 +739,10 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
     #[comptime] tile: Tile,
     #[comptime] plan: Plan,
 ) {
-    let mut shared = Shared::<[f32]>::new_slice(comptime!(tile.units() * N::value()));
+    let lanes = N::value();
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(tile.units() * lanes));
     let columns = comptime!(tile.columns as usize);
-    let tiles = total.div_ceil(columns);
+    let tiles = (total + comptime!(columns - 1)) / columns;
     let piece = cube_number() / tiles;
     let c = (cube_number() % tiles) * columns + UNIT_POS_X as usize;
     let inside = c < total && piece < pieces;
@@ -749,7 +752,7 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
     let x_start = row_start(x_place, shape, row) + c % vectors;
     let grad_start = row_start(grad_place, shape, row) + c % vectors;
     let o_start = row_start(o_place, shape, row) + c % vectors;
-    let len = n.div_ceil(pieces);
+    let len = (n + pieces - 1) / pieces;
     let end = n.min((piece + 1) * len);
     let first = piece * len + UNIT_POS_Y as usize;
     let slices = comptime!(tile.slices as usize);
