@@ -122,17 +122,18 @@ fn device() -> Device {
     Device::open().expect("a device")
 }
 
+/// All ways, or the one that `FUSELANE_TUNING` names.
 fn devices() -> Vec<(&'static str, Device)> {
-    let device = device();
-    TUNINGS.map(|(name, tuning)| (name, device.tuned(tuning))).to_vec()
+    let (device, only) = (device(), std::env::var("FUSELANE_TUNING").ok());
+    let tunings = TUNINGS.into_iter().filter(|(name, _)| only.as_ref().is_none_or(|o| o == name));
+    tunings.map(|(name, tuning)| (name, device.tuned(tuning))).collect()
 }
 
 /// All of the matrix with `FUSELANE_CHECK=full`, else a part of it.
 #[test]
 fn matrix() {
     let full = std::env::var("FUSELANE_CHECK").is_ok_and(|effort| effort == "full");
-    let gpus: Vec<Gpu> =
-        devices().into_iter().map(|(name, device)| Gpu { name, device }).collect();
+    let gpus: Vec<Gpu> = devices().into_iter().map(|(name, device)| Gpu { name, device }).collect();
     let backends: Vec<&dyn Backend> = gpus.iter().map(|gpu| gpu as &dyn Backend).collect();
     let selection = Selection {
         operators: vec![Operator::Softmax],
@@ -210,11 +211,8 @@ fn check(device: &Device, shape: &[usize], order: &[usize], cut: &[usize], dim: 
     };
     let [x, grad] = [&x, &grad].map(|t| device.upload(View::new(t, shape).unwrap()).unwrap());
     let [x, grad] = [view(&x), view(&grad)];
-    let dims = [
-        x.shape()[..dim].iter().product(),
-        x.shape()[dim],
-        x.shape()[dim + 1..].iter().product(),
-    ];
+    let dims =
+        [x.shape()[..dim].iter().product(), x.shape()[dim], x.shape()[dim + 1..].iter().product()];
     for log in [false, true] {
         let options = Softmax { dim: dim as isize, log, zero_masked_rows: false };
         let output = view(&device.empty(DType::F32, shape).unwrap());
