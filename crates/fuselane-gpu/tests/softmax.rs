@@ -1,7 +1,8 @@
 //! Softmax and its gradients against the reference, in every way that the launch layer has.
 #![cfg(any(feature = "wgpu", feature = "vulkan", feature = "cuda", feature = "rocm"))]
 
-use fuselane::reference::{self, Random, ulp};
+use fuselane::reference::ulp::ulp;
+use fuselane::reference::{self, Random};
 use fuselane::{
     Act, Angles, Cosine, CosineBackward, DType, Element, Error, Normalize, NormalizeBackward,
     NormalizeForward, Result, Rotate, RotateBackward, Softmax, View, ViewMut,
@@ -121,9 +122,11 @@ fn device() -> Device {
     Device::open().expect("a device")
 }
 
+/// All ways, or the one that `FUSELANE_TUNING` names.
 fn devices() -> Vec<(&'static str, Device)> {
-    let device = device();
-    TUNINGS.map(|(name, tuning)| (name, device.tuned(tuning))).to_vec()
+    let (device, only) = (device(), std::env::var("FUSELANE_TUNING").ok());
+    let tunings = TUNINGS.into_iter().filter(|(name, _)| only.as_ref().is_none_or(|o| o == name));
+    tunings.map(|(name, tuning)| (name, device.tuned(tuning))).collect()
 }
 
 /// All of the matrix with `FUSELANE_CHECK=full`, else a part of it.
@@ -135,7 +138,7 @@ fn matrix() {
     let selection = Selection {
         operators: vec![Operator::Softmax],
         dtypes: vec![DType::F32, DType::F16, DType::BF16],
-        effort: if full { Effort::Full } else { Effort::Every(23) },
+        effort: if full { Effort::Full } else { Effort::Every(101) },
         ..Selection::default()
     };
     let outcomes = run_on(&selection, &backends, &mut |progress| println!("{progress:?}"));

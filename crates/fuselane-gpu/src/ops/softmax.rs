@@ -71,8 +71,9 @@ struct Plan {
 impl Plan {
     fn new(options: &Softmax, kind: Kind, storage: Storage) -> Self {
         let Softmax { log, zero_masked_rows: zero_masked, .. } = *options;
-        // The logarithm of a sum needs it exact, and so do gradients, in which terms cancel.
-        let short = storage.is_short() && kind == Kind::Forward && !log;
+        // The logarithm of a sum needs it exact, and so do gradients, in which terms cancel; and
+        // bf16, which reaches as low as f32, where the device's own exponential was seen to fail.
+        let short = storage == Storage::F16 && kind == Kind::Forward && !log;
         Self { kind, log, zero_masked, short, format: storage.format() }
     }
 
@@ -742,7 +743,7 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
     let lanes = N::value();
     let mut shared = Shared::<[f32]>::new_slice(comptime!(tile.units() * lanes));
     let columns = comptime!(tile.columns as usize);
-    let tiles = total.div_ceil(columns);
+    let tiles = (total + comptime!(columns - 1)) / columns;
     let piece = cube_number() / tiles;
     let c = (cube_number() % tiles) * columns + UNIT_POS_X as usize;
     let inside = c < total && piece < pieces;
@@ -752,7 +753,7 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
     let x_start = row_start(x_place, shape, row) + c % vectors;
     let grad_start = row_start(grad_place, shape, row) + c % vectors;
     let o_start = row_start(o_place, shape, row) + c % vectors;
-    let len = n.div_ceil(pieces);
+    let len = (n + pieces - 1) / pieces;
     let end = n.min((piece + 1) * len);
     let first = piece * len + UNIT_POS_Y as usize;
     let slices = comptime!(tile.slices as usize);
