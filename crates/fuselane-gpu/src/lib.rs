@@ -10,5 +10,5 @@ mod ops;
 mod tensor;
 
 pub use device::{Device, Tuning};
-pub use ops::act;
+pub use ops::{act, normalize};
 pub use tensor::Tensor;
