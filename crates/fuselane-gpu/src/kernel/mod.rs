@@ -3,3 +3,4 @@
 pub(crate) mod math;
 pub(crate) mod reduce;
 pub(crate) mod storage;
+pub(crate) mod sums;
