@@ -223,28 +223,36 @@ impl Backend for Gpu {
     }
 }
 
-/// One of so many cases of the matrix; a prime, see [`Effort::Every`].
-const EVERY: usize = 101;
-
-/// The bounds of the CPU hold, whatever the launch layer chooses.
-#[test]
-fn matrix() {
-    let devices = devices();
+/// The bounds of the CPU hold on one of so many cases of the matrix (a prime, see
+/// [`Effort::Every`]).
+fn matrix(tuned: &[&str], every: usize) {
+    let devices: Vec<Gpu> =
+        devices().into_iter().filter(|gpu| tuned.contains(&gpu.name.as_str())).collect();
     let backends: Vec<&dyn Backend> = devices.iter().map(|gpu| gpu as &dyn Backend).collect();
     let selection = Selection {
         operators: vec![Operator::Normalize],
         dtypes: vec![DType::F32, DType::F16, DType::BF16],
-        effort: Effort::Every(EVERY),
+        effort: Effort::Every(every),
         ..Selection::default()
     };
     let outcomes = run_on(&selection, &backends, &mut |_| {});
     assert!(!outcomes.is_empty());
     let mut broken = 0;
     for outcome in &outcomes {
-        if !outcome.ok() || outcome.needed > 0.75 * outcome.k {
-            println!("{outcome:?}");
-        }
+        let fuselane_check::Outcome { backend, output, dtype, needed, k, case, fault, .. } =
+            outcome;
+        println!("{backend} {dtype} {output}: {needed:.2} of {k} ({case}) {fault:?}");
         broken += usize::from(!outcome.ok());
     }
     assert_eq!(broken, 0, "of {} outcomes", outcomes.len());
+}
+
+#[test]
+fn matrix_by_default() {
+    matrix(&["default"], 997);
+}
+
+#[test]
+fn matrix_tuned() {
+    matrix(&["vector 1", "planes", "no planes", "reread", "32 units"], 997);
 }
