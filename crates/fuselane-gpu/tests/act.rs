@@ -65,11 +65,8 @@ fn other_functions_have_no_gradient_from_the_output() {
     let error = act::backward_from_output_into(Act::Silu, &x, &x, &mut x.clone()).unwrap_err();
     let view = View::new(&data, &[2]).unwrap();
     let mut dx = data;
-    let core = Act::Silu.check_backward_from_output(
-        view,
-        view,
-        ViewMut::new(&mut dx, &[2]).unwrap(),
-    );
+    let core =
+        Act::Silu.check_backward_from_output(view, view, ViewMut::new(&mut dx, &[2]).unwrap());
     assert_eq!(error, core.unwrap_err());
 }
 
@@ -162,8 +159,8 @@ fn widths<T: Element>(bits: fn(T) -> u32) {
     for act in Act::ALL {
         let run = |tuning: Tuning| -> Vec<u32> {
             let device = device.tuned(tuning);
-            let [x, grad] = [&x, &grad]
-                .map(|data| device.upload(View::new(data, &[32, 32]).unwrap()).unwrap());
+            let [x, grad] =
+                [&x, &grad].map(|data| device.upload(View::new(data, &[32, 32]).unwrap()).unwrap());
             let o = act::forward(act, &x).unwrap().download::<T>().unwrap();
             let dx = act::backward(act, &x, &grad).unwrap().download::<T>().unwrap();
             o.into_iter().chain(dx).map(bits).collect()
