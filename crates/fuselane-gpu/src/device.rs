@@ -170,6 +170,7 @@ impl Device {
         &self.0.properties
     }
 
+    #[cfg(feature = "sources")]
     pub(crate) fn target_properties(&self) -> &Arc<TargetProperties> {
         &self.0.target_properties
     }

@@ -2,6 +2,13 @@
 //!
 //! The operators of [`fuselane`], with its options, checks and errors, as CubeCL kernels.
 
+#![allow(
+    clippy::collapsible_if,
+    clippy::manual_div_ceil,
+    clippy::manual_is_multiple_of,
+    reason = "kernels have no such methods, and conditions of compilation stand by themselves"
+)]
+
 mod angles;
 mod copy;
 mod device;

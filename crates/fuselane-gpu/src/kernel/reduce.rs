@@ -20,7 +20,7 @@ pub(crate) struct Team {
 impl Team {
     /// Numbers in shared memory that a reduction needs.
     pub(crate) fn shared(self) -> usize {
-        let per_row = if self.plane == 0 { self.units } else { self.units / self.plane };
+        let per_row = self.units.checked_div(self.plane).unwrap_or(self.units);
         (per_row.max(1) * self.rows) as usize
     }
 

@@ -32,6 +32,7 @@ use fuselane::{DType, Result, Softmax};
 
 use crate::copy::{through_f32, widened};
 use crate::device::Device;
+use crate::kernel::math;
 use crate::kernel::reduce::{Fold, Team, over_lanes, over_units};
 use crate::kernel::storage::{Format, Place, cube_number, load, row_start, store, unit_number};
 use crate::launch::{
@@ -120,32 +121,6 @@ struct Scales<N: Size> {
     total: Vector<f32, N>,
 }
 
-/// e^x.
-#[cube]
-fn exponential(x: f32, #[comptime] short: bool) -> f32 {
-    if comptime!(short) {
-        x.exp()
-    } else {
-        // A NaN passes the bounds.
-        let x = select(x < -110.0f32, -110.0f32, x);
-        let x = select(x > 90.0f32, 90.0f32, x);
-        let n = (x * 1.442_695_f32 + 0.5f32).floor();
-        let r = x - n * 0.693_145_75_f32 - n * 1.428_606_8e-6_f32;
-        let mut y = r * 0.001_387_073_2f32 + 0.008_366_277f32;
-        y = y * r + 0.041_667_435f32;
-        y = y * r + 0.166_665_46f32;
-        y = y * r + 0.499_999_97f32;
-        y = y * r + 1.0f32;
-        y = y * r + 1.0f32;
-        // Two factors, as one alone cannot reach denormal results.
-        let n = i32::cast_from(n);
-        let half = n >> 1i32;
-        let first = f32::reinterpret((half + 127i32) << 23i32);
-        let second = f32::reinterpret((n - half + 127i32) << 23i32);
-        y * first * second
-    }
-}
-
 /// e^(x - shift), lane by lane.
 #[cube]
 fn exponentials<N: Size>(
@@ -157,27 +132,9 @@ fn exponentials<N: Size>(
     let x = x - shift;
     #[unroll]
     for i in 0..N::value() {
-        e.insert(i, exponential(x.extract(i), short));
+        e.insert(i, math::exp_of(x.extract(i), short));
     }
     e
-}
-
-/// ln(sum), and minus infinity for 0. A division makes it, as shaders cannot write it.
-#[cube]
-fn logarithm(sum: f32) -> f32 {
-    // sum = 2^k (1 + f), with 1 + f around 1.
-    let bits = i32::reinterpret(sum);
-    let k = (bits - 0x3f35_04f3i32) >> 23i32;
-    let f = f32::reinterpret(bits - (k << 23i32)) - 1.0f32;
-    let s = f / (2.0f32 + f);
-    let z = s * s;
-    let w = z * z;
-    let odd = w * (0.400_009_72_f32 + w * 0.242_790_79_f32);
-    let even = z * (0.666_666_63_f32 + w * 0.284_987_87_f32);
-    let half = 0.5f32 * f * f;
-    let k = f32::cast_from(k);
-    let y = s * (half + (odd + even)) + k * 9.058_000_6e-6_f32 - half + f + k * 0.693_138_1_f32;
-    select(sum > 0.0f32, y, -1.0f32 / sum)
 }
 
 #[cube]
@@ -247,7 +204,7 @@ fn walk<E: Numeric, P: Size, N: Size>(
             #[unroll]
             for i in 0..N::value() {
                 if max.extract(i) > shift.extract(i) + MARGIN {
-                    let factor = exponential(shift.extract(i) - max.extract(i), plan.short);
+                    let factor = math::exp_of(shift.extract(i) - max.extract(i), plan.short);
                     shift.insert(i, max.extract(i));
                     sum.insert(i, sum.extract(i) * factor);
                     if comptime!(plan.needs_grad() && !plan.log) {
@@ -300,7 +257,8 @@ fn scales<N: Size>(sums: &Sums<N>, #[comptime] plan: Plan) -> Scales<N> {
                 total.insert(i, sums.dot.extract(i) / sum);
             }
             if comptime!(plan.log && !plan.needs_grad()) {
-                factor = logarithm(sum);
+                // Of nothing but minus infinity: minus infinity, by a division, as shaders cannot write it.
+                factor = select(sum > 0.0f32, math::ln_of(sum), -1.0f32 / sum);
             }
             if comptime!(plan.zero_masked) {
                 factor = select(sum == 0.0f32, 0.0f32, factor);
@@ -328,7 +286,7 @@ fn result<N: Size>(
             if comptime!(!kept) {
                 o = exponentials::<N>(x, scales.max, plan.short);
             }
-            o = o * scales.scale;
+            o *= scales.scale;
         } else if comptime!(plan.log) {
             o = exponentials::<N>(x, Vector::<f32, N>::new(0.0f32), plan.short);
         }
@@ -462,9 +420,9 @@ fn softmax_rows<E: Numeric, P: Size, N: Size>(
             max = over_lanes::<N>(sums.max, Fold::Max);
             max = over_units(max, &mut shared, Fold::Max, team);
             let factor = exponentials::<N>(sums.shift, Vector::<f32, N>::new(max), plan.short);
-            sum = sum * factor;
+            sum *= factor;
             if comptime!(!plan.log) {
-                dot = dot * factor;
+                dot *= factor;
             }
         }
         let sums = over_row::<N>(max, sum, dot, &mut shared, team, plan);
@@ -632,9 +590,9 @@ fn merged<N: Size>(
     if comptime!(plan.needs_exponentials()) {
         max = over_slices::<N>(max, shared, Fold::Max, tile);
         let factor = exponentials::<N>(sums.shift, max, plan.short);
-        sum = sum * factor;
+        sum *= factor;
         if comptime!(!plan.log) {
-            dot = dot * factor;
+            dot *= factor;
         }
     }
     if comptime!(plan.needs_exponentials() || plan.counts()) {
@@ -717,7 +675,7 @@ fn over_pieces<N: Size>(
     Sums::<N> { max, shift: max, sum, dot }
 }
 
-/// `total` vectors of columns, `vectors` for each of the outer rows; each is `n` long, and cut into
+/// `total` vectors of columns, `vectors` for each of the outer rows; each is `length` long, and cut into
 /// `pieces` pieces, whose sums are in `sums`.
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn softmax_columns<E: Numeric, P: Size, N: Size>(
@@ -732,7 +690,7 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
     x_stride: usize,
     grad_stride: usize,
     o_stride: usize,
-    n: usize,
+    length: usize,
     vectors: usize,
     total: usize,
     pieces: usize,
@@ -753,8 +711,8 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
     let x_start = row_start(x_place, shape, row) + c % vectors;
     let grad_start = row_start(grad_place, shape, row) + c % vectors;
     let o_start = row_start(o_place, shape, row) + c % vectors;
-    let len = (n + pieces - 1) / pieces;
-    let end = n.min((piece + 1) * len);
+    let len = (length + pieces - 1) / pieces;
+    let end = length.min((piece + 1) * len);
     let first = piece * len + UNIT_POS_Y as usize;
     let slices = comptime!(tile.slices as usize);
     if comptime!(stage == Stage::Results) {

@@ -48,6 +48,9 @@ struct Form {
     heads_inside: bool,
     /// Whether results are stored in 16 bits.
     short: bool,
+    /// Whether the device's own exponential serves a softmax. Of bf16 it does not: that has results
+    /// as small as f32, which a device may round to 0.
+    short_powers: bool,
     format: Format,
 }
 
@@ -353,8 +356,8 @@ fn activated<N: Size>(
             let max = statistic::<N>(maxima, sizes, batch, spot, form);
             let sum = statistic::<N>(sums, sizes, batch, spot, form);
             Pair::<N> {
-                a: soft::<N>(x.a, max.a, sum.a, short),
-                b: soft::<N>(x.b, max.b, sum.b, short),
+                a: soft::<N>(x.a, max.a, sum.a, comptime!(short && form.short_powers)),
+                b: soft::<N>(x.b, max.b, sum.b, comptime!(short && form.short_powers)),
             }
         }
     }
@@ -629,7 +632,7 @@ fn encode_rows<E: Numeric, P: Size, N: Size>(
             let slot = spot.slot + comptime!(k * team.units as usize);
             if slot < sizes.slots {
                 let pair = Pair::<N> { a: first[k], b: second[k] };
-                let powers = powers::<N>(&pair, max, comptime!(form.short), form);
+                let powers = powers::<N>(&pair, max, comptime!(form.short_powers), form);
                 first[k] = powers.a;
                 second[k] = powers.b;
                 sum += fold_pair::<N>(&powers, slot < sizes.turning, Fold::Sum, form);
@@ -1292,6 +1295,7 @@ impl Call<'_> {
             angles: prepared.form,
             heads_inside: self.layout == TokenLayout::TokensHeads,
             short: storage.is_short(),
+            short_powers: storage == Storage::F16,
             format: storage.format(),
         }
     }
