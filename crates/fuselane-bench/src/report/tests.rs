@@ -30,6 +30,7 @@ fn facts() -> Run {
         },
         os: "Linux".to_owned(),
         isa: "avx2".to_owned(),
+        gpu: None,
         threads: 2,
         versions: [("torch".to_owned(), [("torch".to_owned(), "2.15.0".to_owned())].into())].into(),
     }
@@ -48,6 +49,7 @@ fn record(provider: &str, n: usize, value: f64) -> Record {
         dtype: "bf16".to_owned(),
         provider: provider.to_owned(),
         alloc: Alloc::Warm,
+        device: None,
         value: Some(value),
         p20: None,
         p80: None,
