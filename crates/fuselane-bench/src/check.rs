@@ -207,7 +207,16 @@ fn table(outcomes: &[Outcome]) -> String {
     }
     let cpu = backends.iter().all(|name| Isa::ALL.iter().any(|isa| isa.name() == *name));
     let wide = backends.iter().map(|name| name.len() + 2).max().unwrap_or(0).max(10);
-    let heads = ["operator", "dtype", if cpu { "isa" } else { "device" }, "output", "error", "bound", "compared", "inexact"];
+    let heads = [
+        "operator",
+        "dtype",
+        if cpu { "isa" } else { "device" },
+        "output",
+        "error",
+        "bound",
+        "compared",
+        "inexact",
+    ];
     let [operator, dtype, isa, output, error, bound, compared, inexact] = heads;
     let _ = writeln!(
         text,

@@ -162,9 +162,9 @@ impl Backend for CheckBackend {
                 added.insert(self.input(residual)?),
                 &mut sum.insert(self.output(into)?).tensor,
             ),
-            Residual::AddInPlace(residual) => normalize::Residual::AddInPlace(
-                &mut sum.insert(self.output(residual)?).tensor,
-            ),
+            Residual::AddInPlace(residual) => {
+                normalize::Residual::AddInPlace(&mut sum.insert(self.output(residual)?).tensor)
+            }
         };
         normalize::forward_into(
             options,

@@ -237,8 +237,13 @@ mod tests {
             record("fuselane_python", 256, Some(1.9), true),
             record("copy", 256, Some(0.1), true),
         ];
-        let text =
-            render(&table(), Alloc::Warm, None, &records, &["fuselane", "unfused", "torch", "copy"]);
+        let text = render(
+            &table(),
+            Alloc::Warm,
+            None,
+            &records,
+            &["fuselane", "unfused", "torch", "copy"],
+        );
         let text = anstream::adapter::strip_str(&text).to_string();
         let row = text.lines().nth(2).unwrap();
         let cells: Vec<&str> = row.split_whitespace().collect();
@@ -252,6 +257,21 @@ mod tests {
     }
 
     #[test]
+    fn a_gpu_is_named() {
+        let records =
+            [record("fuselane_gpu", 256, Some(2.0), true), record("copy", 256, Some(1.0), true)];
+        let gpu = Gpu { software: true, ..crate::gpu::tests::some() };
+        let providers = ["fuselane_gpu", "copy"];
+        let text = render(&table(), Alloc::Warm, Some(&gpu), &records, &providers);
+        let text = anstream::adapter::strip_str(&text).to_string();
+        let mut lines = text.lines();
+        let on = "on A <fast> GPU, a software device: these times are those of a CPU";
+        assert!(lines.next().unwrap().ends_with(on), "{text}");
+        let cells: Vec<&str> = lines.nth(1).unwrap().split_whitespace().collect();
+        assert_eq!(cells[..6], ["256", "2.000", "1.000", "-", "0.91", "0.95"]);
+    }
+
+    #[test]
     fn missing_values_are_dashes() {
         let records = [record("fuselane", 256, Some(2.0), true), record("jax", 256, None, false)];
         let text = render(&table(), Alloc::Warm, None, &records, &["fuselane", "jax"]);
@@ -259,7 +279,10 @@ mod tests {
         let cells: Vec<&str> = text.lines().nth(2).unwrap().split_whitespace().collect();
         assert_eq!(cells[..5], ["256", "2.000", "-", "-", "0.91"]);
         // Records of the other regime belong to another table.
-        assert_eq!(render(&table(), Alloc::Fresh, None, &records, &["fuselane"]).lines().count(), 2);
+        assert_eq!(
+            render(&table(), Alloc::Fresh, None, &records, &["fuselane"]).lines().count(),
+            2
+        );
     }
 
     #[test]

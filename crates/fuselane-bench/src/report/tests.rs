@@ -121,6 +121,25 @@ fn ratios_are_best_peer_over_ours() {
 }
 
 #[test]
+fn a_run_on_a_gpu_says_so() {
+    let gpu = crate::gpu::Gpu { software: true, ..crate::gpu::tests::some() };
+    let run = Run { gpu: Some(gpu), ..facts() };
+    let folder = tempfile::tempdir().unwrap();
+    let share = Record { of_copy_limit: Some(0.75), ..record("fuselane_gpu", 256, 2.0) };
+    save(folder.path(), &[share, record("copy", 256, 1.5)]);
+    fs::write(folder.path().join("run.json"), serde_json::to_string(&run).unwrap()).unwrap();
+    write(folder.path()).unwrap();
+    let read = |name: &str| fs::read_to_string(folder.path().join(name)).unwrap();
+    let words = "GPU, a software device: these times are those of a CPU";
+    // In the heading of the page and in that of the table.
+    assert!(read("index.html").matches(words).count() >= 3, "{}", read("index.html"));
+    assert!(read("tables.md").contains(&format!("relu, forward, speed, on A &lt;fast> {words}")));
+    assert_eq!(brief(folder.path()).unwrap(), "speed: 75 % of the copy limit (median of 1 rows)\n");
+    let data = RunData::load(folder.path()).unwrap();
+    assert_eq!(data.tables[0].rows[0].ours(), Some(("fuselane_gpu", 2.0)));
+}
+
+#[test]
 fn wrong_and_failed_results_never_win() {
     let data = load(&[
         record("fuselane", 1, 1.0),
@@ -377,7 +396,15 @@ fn pictures_mark_losses_and_leave_out_idle_calls() {
 
 #[test]
 fn each_colour_has_one_meaning() {
-    let known = ["fuselane", "fuselane_table", "fuselane_python", "unfused", "candle", "torch"];
+    let known = [
+        "fuselane",
+        "fuselane_gpu",
+        "fuselane_table",
+        "fuselane_python",
+        "unfused",
+        "candle",
+        "torch",
+    ];
     let providers = [&known[..], &["torch_compile", "jax", "new"]].concat();
     let providers: Vec<String> = providers.into_iter().map(str::to_owned).collect();
     let mut colours: Vec<_> =

@@ -327,8 +327,7 @@ impl Prepared<'_> {
                     weight: self.inputs.get("weight"),
                     bias: None,
                     gate: self.inputs.get("gate"),
-                    residual: residual
-                        .map_or(normalize::Residual::None, normalize::Residual::Add),
+                    residual: residual.map_or(normalize::Residual::None, normalize::Residual::Add),
                     o,
                     rstd: rstd.as_mut(),
                     mean: None,
