@@ -16,7 +16,7 @@ mod tensor;
 pub use backend::CheckBackend;
 pub use device::{Device, Tuning};
 // What is not written yet: a name goes from here to the next line when it is.
-pub use missing::{AngleTable, Angles, cosine, normalize, rotate, softmax};
+pub use missing::{AngleTable, Angles, cosine, normalize, rotate};
 pub use ops::act;
 pub use ops::softmax;
 pub use tensor::Tensor;

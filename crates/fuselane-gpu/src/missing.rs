@@ -30,32 +30,6 @@ impl AngleTable {
     }
 }
 
-/// Softmax and its logarithm.
-pub mod softmax {
-    use super::{Result, Tensor, refuse};
-    use fuselane::Softmax;
-
-    /// Writes the softmax of x into `o`.
-    pub fn forward_into(_: &Softmax, _x: &Tensor, _o: &mut Tensor) -> Result<()> {
-        refuse("softmax")
-    }
-
-    /// Writes `dx` from the output `o` of the forward.
-    pub fn backward_into(_: &Softmax, _o: &Tensor, _grad: &Tensor, _dx: &mut Tensor) -> Result<()> {
-        refuse("softmax")
-    }
-
-    /// Writes `dx` from x.
-    pub fn backward_from_input_into(
-        _: &Softmax,
-        _x: &Tensor,
-        _grad: &Tensor,
-        _dx: &mut Tensor,
-    ) -> Result<()> {
-        refuse("softmax")
-    }
-}
-
 /// Normalization.
 pub mod normalize {
     use super::{Result, Tensor, refuse};
