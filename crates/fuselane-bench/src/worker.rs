@@ -200,7 +200,7 @@ fn outputs(
 }
 
 /// See [`Reply::Memory`].
-fn memory(library: &dyn Library, job: &Job) -> Result<u64, Fault> {
+pub(crate) fn memory(library: &dyn Library, job: &Job) -> Result<u64, Fault> {
     let loaded = library.load(job)?;
     loaded.call()?.run()?; // threads, tables, whatever a library sets up at its first call
     let settle = || {

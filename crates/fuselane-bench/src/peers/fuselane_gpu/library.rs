@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use cubecl::future::block_on;
 use cubecl::{MemoryAllocationMode, MemoryScope};
@@ -81,12 +81,11 @@ impl Worker {
 
     /// The time of what `launch` launches, in nanoseconds.
     fn time(&self, launch: impl FnOnce() -> Result<(), Fault>) -> Result<u64, Fault> {
-        let ns = |time: std::time::Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         let (Clock::Device, Some(client)) = (self.clock, self.device.client()) else {
-            let start = Instant::now();
-            launch()?;
-            self.device.wait()?;
-            return Ok(ns(start.elapsed()));
+            return by_this_clock(|| {
+                launch()?;
+                Ok(self.device.wait()?)
+            });
         };
         let fault = |error: &dyn std::fmt::Display| Fault::Failed(format!("timestamps: {error}"));
         let window = client.profile_start().map_err(|error| fault(&error))?;
@@ -96,10 +95,20 @@ impl Worker {
         }
         let time = client.profile_end(window).map_err(|error| fault(&error))?;
         match block_on(time.resolve()) {
-            Some(ticks) => Ok(ns(ticks.duration())),
+            Some(ticks) => Ok(nanoseconds(ticks.duration())),
             None => Err(fault(&"the device has told none")),
         }
     }
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+fn by_this_clock(work: impl FnOnce() -> Result<(), Fault>) -> Result<u64, Fault> {
+    let start = Instant::now();
+    work()?;
+    Ok(nanoseconds(start.elapsed()))
 }
 
 /// The provider `fuselane_gpu`.
@@ -212,10 +221,11 @@ impl Call for Ours<'_> {
 
     fn time(&mut self) -> Result<u64, Fault> {
         self.forget_outputs();
-        if self.of.is_identity() {
-            return Ok(0); // nothing is launched
-        }
         let worker = self.of.worker;
+        if self.of.is_identity() {
+            // Nothing is launched, so the device has nothing to tell.
+            return by_this_clock(|| self.launch());
+        }
         worker.time(|| self.launch())
     }
 
@@ -482,5 +492,54 @@ impl Call for Copier<'_> {
 
     fn sample(&self, _output: &str, _samples: &[Sample]) -> Result<Vec<f32>, Fault> {
         Err(Fault::Unsupported("a copy has nothing to compare".to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::testing::{self, Trial};
+    use super::*;
+
+    #[test]
+    fn operators_are_right() {
+        let library = OnGpu::open().expect("a device");
+        // Those of `fuselane_gpu` that are written.
+        let written = |operator: &Operator| {
+            matches!(operator, Operator::Act { .. } | Operator::Softmax { .. })
+        };
+        testing::check(&library, written, |_| 16.0, |_, _| true);
+    }
+
+    /// A call takes its outputs and nothing else, as the allocator has it, whatever ran before.
+    #[test]
+    fn memory_is_that_of_the_outputs() {
+        let library = OnGpu::open().expect("a device");
+        for case in testing::cases().iter().take(3) {
+            for (mode, tensors) in [(Mode::Fwd, 1), (Mode::Bwd, 2)] {
+                let n = case.sizes[0];
+                let trial = Trial::new(case, mode, n, DType::F32);
+                let extra = crate::worker::memory(&library, &trial.job).unwrap();
+                let bytes = case.outputs(Mode::Fwd, n, DType::F32)[0].len() as u64 * 4;
+                assert!(extra >= tensors * bytes, "{} {}: {extra}", case.title, mode.name());
+                assert!(
+                    extra <= tensors * (bytes + 256),
+                    "{} {}: {extra}",
+                    case.title,
+                    mode.name()
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_copy_takes_time() {
+        let library = CopyOnGpu::open().expect("a device");
+        let case = &testing::cases()[0];
+        let trial = Trial::new(case, Mode::Fwd, case.sizes[0], DType::F32);
+        let job = Job { n: 1 << 20, ..trial.job.clone() };
+        let loaded = library.load(&job).unwrap();
+        let mut call = loaded.call().unwrap();
+        call.run().unwrap();
+        assert!(call.time().unwrap() > 0);
     }
 }
