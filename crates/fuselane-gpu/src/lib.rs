@@ -16,5 +16,5 @@ pub use angles::{AngleTable, Angles};
 #[cfg(feature = "check")]
 pub use backend::CheckBackend;
 pub use device::{Device, Tuning};
-pub use ops::{act, cosine, rotate, softmax};
+pub use ops::{act, cosine, normalize, rotate, softmax};
 pub use tensor::Tensor;

@@ -145,7 +145,16 @@ pub fn check(operator: Operator, effort: Effort, tunings: &[(&str, Tuning)]) {
     assert!(!outcomes.is_empty());
     println!(
         "{:9} {:18} {:5} {:9} {:>9} {:>9} {:>9} {:>6} {:>11} {:>10}  case",
-        "operator", "output", "dtype", "tuning", "ulp", "bound", "needed", "K", "compared", "inexact"
+        "operator",
+        "output",
+        "dtype",
+        "tuning",
+        "ulp",
+        "bound",
+        "needed",
+        "K",
+        "compared",
+        "inexact"
     );
     for outcome in &outcomes {
         println!(

@@ -503,11 +503,7 @@ mod tests {
     #[test]
     fn operators_are_right() {
         let library = OnGpu::open().expect("a device");
-        // Those of `fuselane_gpu` that are written.
-        let written = |operator: &Operator| {
-            matches!(operator, Operator::Act { .. } | Operator::Softmax { .. })
-        };
-        testing::check(&library, written, |_| 16.0, |_, _| true);
+        testing::check(&library, |_| true, |_| 16.0, |_, _| true);
     }
 
     /// A call takes its outputs and nothing else, as the allocator has it, whatever ran before.
