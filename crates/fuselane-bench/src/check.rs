@@ -6,11 +6,13 @@ use std::io::Write as _;
 use std::process::ExitCode;
 
 use fuselane::{DType, Isa};
-use fuselane_check::{Effort, Operator, Outcome, Selection};
+use fuselane_check::{Effort, Operator, Outcome, Progress, Selection};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-/// Compare the operators with the f64 reference, on each instruction set.
+use crate::gpu::{self, Gpu, On};
+
+/// Compare the operators with the f64 reference, on each instruction set or on a GPU.
 ///
 /// An error is in ulp: units of the last place of the output, or of the arithmetic (f32; f64 for
 /// f64) at the sum of the absolute terms of a result, where that is larger. The table shows, of all
@@ -23,11 +25,20 @@ pub(crate) struct Args {
     /// Only these dtypes of activations (f32, f16, bf16, f64).
     #[arg(long, value_delimiter = ',', value_parser = parse_dtype)]
     dtype: Vec<DType>,
-    /// Only these instruction sets (portable, avx2).
+    /// Where operators run. A GPU needs a build with a runtime: one of the features wgpu, vulkan,
+    /// metal, cuda, cuda-cpp and rocm.
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    device: On,
+    /// Only these instruction sets of the CPU (portable, avx2).
     #[arg(long, value_delimiter = ',', value_parser = parse_isa)]
     isa: Vec<Isa>,
-    /// Run every combination of options, which takes some minutes, rather than a part of them.
-    #[arg(long)]
+    /// How many combinations of options run: quick (a part that meets every value of every
+    /// option), full, or a number N for one of N combinations (a prime above 20, such as 101)
+    /// [default: quick].
+    #[arg(long, value_parser = parse_effort)]
+    effort: Option<Effort>,
+    /// Run every combination of options, which takes some minutes: --effort full.
+    #[arg(long, conflicts_with = "effort")]
     full: bool,
     /// Print JSON, with a row for each output of each operator.
     #[arg(long)]
@@ -47,12 +58,22 @@ fn parse_isa(name: &str) -> Result<Isa, String> {
     Ok(isa)
 }
 
+fn parse_effort(text: &str) -> Result<Effort, String> {
+    match (text, text.parse()) {
+        ("quick", _) => Ok(Effort::Quick),
+        ("full", _) => Ok(Effort::Full),
+        (_, Ok(step @ 1..)) => Ok(Effort::Every(step)),
+        _ => Err("expected quick, full or a number from 1".to_owned()),
+    }
+}
+
 /// An outcome, as JSON has it.
 #[derive(Debug, Serialize)]
 struct Row<'a> {
     operator: &'static str,
     output: &'a str,
     dtype: &'static str,
+    /// The instruction set, or the GPU's name.
     isa: &'a str,
     ok: bool,
     /// The error of the worst element and its bound.
@@ -92,7 +113,11 @@ impl<'a> From<&'a Outcome> for Row<'a> {
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
-    let outcomes = check(&selection(args))?;
+    let selection = selection(args);
+    let outcomes = match args.device {
+        On::Cpu => check(|progress| fuselane_check::run(&selection, progress))?,
+        On::Gpu => on_gpu(args, &selection)?,
+    };
     let text = match args.json {
         true => {
             let rows: Vec<Row<'_>> = outcomes.iter().map(Row::from).collect();
@@ -121,17 +146,48 @@ fn selection(args: &Args) -> Selection {
     if !args.isa.is_empty() {
         selection.isas.retain(|isa| args.isa.contains(isa));
     }
+    if let Some(effort) = args.effort {
+        selection.effort = effort;
+    }
     if args.full {
         selection.effort = Effort::Full;
     }
     selection
 }
 
-fn check(selection: &Selection) -> Result<Vec<Outcome>, Box<dyn Error>> {
+/// The matrix on the GPU.
+fn on_gpu(args: &Args, selection: &Selection) -> Result<Vec<Outcome>, Box<dyn Error>> {
+    if !args.isa.is_empty() {
+        return Err("--isa is for the CPU: not with --device gpu".into());
+    }
+    let gpu = gpu::find("check")?;
+    if !args.json {
+        let Gpu { name, runtime, software, .. } = &gpu;
+        let kind = if *software { ", a software device" } else { "" };
+        eprintln!("on {name}{kind}, through {runtime}");
+    }
+    matrix(selection)
+}
+
+#[cfg(feature = "gpu")]
+fn matrix(selection: &Selection) -> Result<Vec<Outcome>, Box<dyn Error>> {
+    let backend = fuselane_gpu::CheckBackend::new(gpu::open()?);
+    check(|progress| fuselane_check::run_on(selection, &[&backend], progress))
+}
+
+#[cfg(not(feature = "gpu"))]
+fn matrix(_selection: &Selection) -> Result<Vec<Outcome>, Box<dyn Error>> {
+    Ok(Vec::new()) // there is no GPU without a runtime
+}
+
+/// Runs a matrix under a bar.
+fn check(
+    run: impl FnOnce(&mut dyn FnMut(Progress)) -> Vec<Outcome>,
+) -> Result<Vec<Outcome>, Box<dyn Error>> {
     // Hidden by itself where stderr is not a terminal.
     let bar = ProgressBar::new(0)
         .with_style(ProgressStyle::with_template("checking {msg:<9} {wide_bar} {pos}/{len}")?);
-    let outcomes = fuselane_check::run(selection, &mut |progress| {
+    let outcomes = run(&mut |progress| {
         bar.set_length(progress.total as u64);
         bar.set_position(progress.done as u64);
         bar.set_message(progress.operator.name());
@@ -140,20 +196,37 @@ fn check(selection: &Selection) -> Result<Vec<Outcome>, Box<dyn Error>> {
     Ok(outcomes)
 }
 
-/// One line for each operator, dtype and instruction set, with the worst of its outputs.
+/// One line for each operator, dtype and backend, with the worst of its outputs.
 fn table(outcomes: &[Outcome]) -> String {
     let mut text = String::from("\n");
-    let heads = ["operator", "dtype", "isa", "output", "error", "bound", "compared", "inexact"];
+    let mut backends: Vec<&str> = Vec::new();
+    for outcome in outcomes {
+        if !backends.contains(&outcome.backend.as_str()) {
+            backends.push(&outcome.backend);
+        }
+    }
+    let cpu = backends.iter().all(|name| Isa::ALL.iter().any(|isa| isa.name() == *name));
+    let wide = backends.iter().map(|name| name.len() + 2).max().unwrap_or(0).max(10);
+    let heads = [
+        "operator",
+        "dtype",
+        if cpu { "isa" } else { "device" },
+        "output",
+        "error",
+        "bound",
+        "compared",
+        "inexact",
+    ];
     let [operator, dtype, isa, output, error, bound, compared, inexact] = heads;
     let _ = writeln!(
         text,
-        "{operator:<11}{dtype:<7}{isa:<10}{output:<20}{error:>10}{bound:>10}{compared:>12}{inexact:>11}"
+        "{operator:<11}{dtype:<7}{isa:<wide$}{output:<20}{error:>10}{bound:>10}{compared:>12}{inexact:>11}"
     );
     for operator in Operator::ALL {
         for dtype in DType::ALL {
-            for isa in Isa::ALL {
+            for &isa in &backends {
                 let of = |o: &&Outcome| {
-                    (o.operator, o.dtype, o.backend.as_str()) == (operator, dtype, isa.name())
+                    (o.operator, o.dtype, o.backend.as_str()) == (operator, dtype, isa)
                 };
                 let of: Vec<&Outcome> = outcomes.iter().filter(of).collect();
                 let by_use = |a: &&&Outcome, b: &&&Outcome| a.used().total_cmp(&b.used());
@@ -164,7 +237,7 @@ fn table(outcomes: &[Outcome]) -> String {
                 let Outcome { output, worst: error, bound, .. } = worst;
                 let _ = writeln!(
                     text,
-                    "{operator:<11}{dtype:<7}{isa:<10}{output:<20}{error:>10.4}{bound:>10.4}\
+                    "{operator:<11}{dtype:<7}{isa:<wide$}{output:<20}{error:>10.4}{bound:>10.4}\
                      {compared:>12}{inexact:>11}{broken}"
                 );
             }
@@ -188,7 +261,7 @@ mod tests {
             dtype: vec![DType::F16],
             isa: vec![Isa::Portable],
             full: true,
-            json: false,
+            ..Args::default()
         };
         let some = selection(&args);
         assert_eq!(some.operators, [Operator::Act, Operator::Cosine]);
@@ -197,10 +270,30 @@ mod tests {
     }
 
     #[test]
+    fn a_gpu_has_no_instruction_sets() {
+        let args = Args { device: On::Gpu, isa: vec![Isa::Portable], ..Args::default() };
+        let error = on_gpu(&args, &Selection::default()).unwrap_err().to_string();
+        assert!(error.contains("--isa is for the CPU"), "{error}");
+    }
+
+    #[cfg(not(feature = "gpu"))]
+    #[test]
+    fn a_gpu_needs_a_runtime() {
+        let args = Args { device: On::Gpu, ..Args::default() };
+        let error = on_gpu(&args, &Selection::default()).unwrap_err().to_string();
+        assert!(error.contains("--features wgpu -- check --device gpu"), "{error}");
+    }
+
+    #[test]
     fn names() {
         assert_eq!(parse_dtype("bf16"), Ok(DType::BF16));
         assert!(parse_dtype("f8").unwrap_err().contains("bf16"));
         assert_eq!(parse_isa("portable"), Ok(Isa::Portable));
+        assert_eq!(parse_effort("full"), Ok(Effort::Full));
+        assert_eq!(parse_effort("101"), Ok(Effort::Every(101)));
+        for text in ["0", "-1", "some"] {
+            assert!(parse_effort(text).unwrap_err().contains("quick, full"), "{text}");
+        }
         assert!(parse_isa("sse9").unwrap_err().contains("portable"));
     }
 }

@@ -10,6 +10,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
 use crate::copy::{self, Bandwidth};
+use crate::gpu::{self, Gpu};
 use crate::machine::{Cache, Machine};
 
 const MIB: u64 = 1 << 20;
@@ -44,6 +45,11 @@ struct Info {
     /// Threads that operators use.
     threads: usize,
     isa: IsaInfo,
+    /// The GPU that `--device gpu` would use.
+    gpu: Option<Gpu>,
+    /// Why there is none.
+    #[serde(skip)]
+    no_gpu: &'static str,
     copy: Bandwidth,
 }
 
@@ -76,6 +82,11 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
         machine,
         threads: rayon::current_num_threads(),
         isa,
+        gpu: if cfg!(feature = "gpu") { gpu::find("bench").ok() } else { None },
+        no_gpu: match cfg!(feature = "gpu") {
+            true => "none found",
+            false => "no runtime in this build (--features wgpu has one)",
+        },
         copy: measure(buffer_bytes, usize::from(args.rounds))?,
     };
     let text =
@@ -145,6 +156,15 @@ impl fmt::Display for Info {
         line("instruction set", self.isa.in_use)?;
         line("instruction sets", &self.isa.available.join(", "))?;
         line("FUSELANE_ISA", self.isa.requested.as_deref().unwrap_or("not set"))?;
+        match &self.gpu {
+            None => line("GPU", self.no_gpu)?,
+            Some(gpu) => {
+                let kind = if gpu.software { " (a software device)" } else { "" };
+                line("GPU", &format!("{}{kind}, {}", gpu.name, gpu.runtime))?;
+                line("GPU memory", &size(gpu.memory_bytes))?;
+                line("GPU largest buffer", &human_size(gpu.largest_buffer_bytes))?;
+            }
+        }
 
         let copy = &self.copy;
         writeln!(

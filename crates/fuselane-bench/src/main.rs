@@ -10,6 +10,7 @@ mod bench;
 mod case;
 mod check;
 mod copy;
+mod gpu;
 mod info;
 mod machine;
 mod peers;

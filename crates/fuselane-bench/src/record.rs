@@ -20,10 +20,13 @@ pub(crate) struct Record {
     pub(crate) mode: Mode,
     pub(crate) n: usize,
     pub(crate) dtype: String,
-    /// fuselane, fuselane_table, fuselane_python, unfused, candle, torch, torch_compile, jax; copy
+    /// fuselane, fuselane_gpu, fuselane_table, fuselane_python, unfused, candle, torch, torch_compile, jax; copy
     /// for the limit.
     pub(crate) provider: String,
     pub(crate) alloc: Alloc,
+    /// The GPU's name; none for the CPU.
+    #[serde(default)]
+    pub(crate) device: Option<String>,
     /// The median time of a call in ms, or inputs plus peak in MiB; none where there is no result.
     pub(crate) value: Option<f64>,
     pub(crate) p20: Option<f64>,
@@ -74,6 +77,9 @@ pub(crate) struct Run {
     pub(crate) machine: crate::machine::Machine,
     pub(crate) os: String,
     pub(crate) isa: String,
+    /// The GPU that was measured; none for the CPU.
+    #[serde(default)]
+    pub(crate) gpu: Option<crate::gpu::Gpu>,
     pub(crate) threads: usize,
     /// Versions that each provider told, by provider: {"torch": {"torch": "2.15.0", ...}}.
     pub(crate) versions: BTreeMap<String, BTreeMap<String, String>>,

@@ -89,7 +89,12 @@ pub(crate) fn sample(buffer: &Buffer, samples: &[Sample]) -> Result<Vec<f32>, Fa
     }
 }
 
-fn pick<T: Copy>(values: &[T], samples: &[Sample], widen: fn(T) -> f32) -> Result<Vec<f32>, Fault> {
+/// Elements of a dense tensor's values, widened.
+pub(crate) fn pick<T: Copy>(
+    values: &[T],
+    samples: &[Sample],
+    widen: fn(T) -> f32,
+) -> Result<Vec<f32>, Fault> {
     let mut picked = Vec::new();
     for sample in samples {
         for i in 0..sample.count {

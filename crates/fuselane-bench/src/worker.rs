@@ -66,10 +66,25 @@ pub(crate) trait Library {
     fn versions(&self) -> BTreeMap<String, String>;
 
     /// Reads the inputs of a job into the library's own kind of memory.
-    fn load(&self, job: &Job) -> Result<Box<dyn Loaded>, Fault>;
+    fn load(&self, job: &Job) -> Result<Box<dyn Loaded + '_>, Fault>;
 
     /// Gives memory that is kept for reuse back to the system.
     fn trim(&self) {}
+
+    /// Bytes of memory that it has now: by default those of this process.
+    fn memory(&self) -> Result<u64, Fault> {
+        Ok(process_memory::resident()?)
+    }
+
+    /// Forgets the peak of [`Library::peak`] so far.
+    fn reset_peak(&self) -> Result<(), Fault> {
+        Ok(process_memory::reset_peak()?)
+    }
+
+    /// The most memory that it has had since the last reset.
+    fn peak(&self) -> Result<u64, Fault> {
+        Ok(process_memory::peak()?)
+    }
 }
 
 /// A job whose inputs are in memory.
@@ -85,6 +100,13 @@ pub(crate) trait Call {
     /// Makes it.
     fn run(&mut self) -> Result<(), Fault>;
 
+    /// Makes it, and gives its time in nanoseconds: by default that of [`Call::run`].
+    fn time(&mut self) -> Result<u64, Fault> {
+        let start = Instant::now();
+        self.run()?;
+        Ok(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX))
+    }
+
     /// Elements of an output of the last run, widened.
     fn sample(&self, output: &str, samples: &[Sample]) -> Result<Vec<f32>, Fault>;
 }
@@ -92,8 +114,7 @@ pub(crate) trait Call {
 type Requests<'a> = &'a mut dyn FnMut() -> Result<Option<Request>, Box<dyn Error>>;
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
-    let library = peers::library(&args.provider)
-        .ok_or_else(|| format!("no provider {:?} in this program", args.provider))?;
+    let library = peers::library(&args.provider)?;
     let mut lines = std::io::stdin().lock().lines();
     let mut next = move || -> Result<Option<Request>, Box<dyn Error>> {
         match lines.next() {
@@ -159,9 +180,7 @@ fn times(call: &mut dyn Call, calls: usize, settle: bool) -> Result<Reply, Fault
     }
     let mut ns = Vec::with_capacity(calls);
     for _ in 0..calls {
-        let start = Instant::now();
-        call.run()?;
-        ns.push(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
+        ns.push(call.time()?);
     }
     Ok(Reply::Times { ns })
 }
@@ -181,7 +200,7 @@ fn outputs(
 }
 
 /// See [`Reply::Memory`].
-fn memory(library: &dyn Library, job: &Job) -> Result<u64, Fault> {
+pub(crate) fn memory(library: &dyn Library, job: &Job) -> Result<u64, Fault> {
     let loaded = library.load(job)?;
     loaded.call()?.run()?; // threads, tables, whatever a library sets up at its first call
     let settle = || {
@@ -189,12 +208,12 @@ fn memory(library: &dyn Library, job: &Job) -> Result<u64, Fault> {
         process_memory::trim();
     };
     settle();
-    let before = process_memory::resident()?;
+    let before = library.memory()?;
     let mut call = loaded.call()?;
     settle();
-    process_memory::reset_peak()?;
+    library.reset_peak()?;
     call.run()?;
-    Ok(process_memory::peak()?.saturating_sub(before))
+    Ok(library.peak()?.saturating_sub(before))
 }
 
 fn say(reply: &Reply) -> Result<(), Box<dyn Error>> {

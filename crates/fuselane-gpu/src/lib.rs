@@ -10,6 +10,8 @@
 )]
 
 mod angles;
+#[cfg(feature = "check")]
+mod backend;
 mod copy;
 mod device;
 mod kernel;
@@ -18,6 +20,8 @@ mod ops;
 mod tensor;
 
 pub use angles::{AngleTable, Angles};
+#[cfg(feature = "check")]
+pub use backend::CheckBackend;
 pub use device::{Device, Tuning};
 pub use ops::{act, cosine, normalize, rotate, softmax};
 pub use tensor::Tensor;

@@ -10,7 +10,7 @@ use crate::protocol::Alloc;
 use crate::record::{Record, Run};
 
 /// The columns of the CSV, and the least that a line of JSON has.
-const COLUMNS: [&str; 20] = [
+const COLUMNS: [&str; 21] = [
     "table",
     "family",
     "operator",
@@ -31,6 +31,7 @@ const COLUMNS: [&str; 20] = [
     "error",
     "ok",
     "note",
+    "device",
 ];
 
 pub(super) struct Folder {
@@ -220,6 +221,7 @@ mod tests {
             machine: Machine::read(),
             os: "linux".to_owned(),
             isa: "avx2".to_owned(),
+            gpu: None,
             threads: 2,
             versions: BTreeMap::new(),
         }
@@ -237,6 +239,7 @@ mod tests {
             dtype: "bf16".to_owned(),
             provider: "fuselane".to_owned(),
             alloc: Alloc::Warm,
+            device: None,
             value: Some(0.5),
             p20: Some(0.25),
             p80: Some(0.75),

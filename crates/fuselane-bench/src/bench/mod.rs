@@ -24,6 +24,7 @@ use clap::Parser as _;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::case::{self, Dtype, Metric};
+use crate::gpu::{self, Gpu, On};
 use crate::machine::Machine;
 use crate::peers::{self, Peer, Start};
 use crate::protocol::Alloc;
@@ -42,6 +43,7 @@ use sweep::{Effort, Stop, Sweep};
 /// Examples:
 ///   fuselane bench '*relu*' --n 1024,4096
 ///   fuselane bench --peers torch,torch_compile --full
+///   fuselane bench '*softmax*' --device gpu
 ///   fuselane bench --resume fuselane-runs/2026-01-31T12-00-00Z
 #[derive(clap::Args, Default)]
 #[command(verbatim_doc_comment)]
@@ -61,9 +63,14 @@ pub(crate) struct Args {
     /// These dtypes of activations (bf16, f16, f32) in place of each case's own.
     #[arg(long, value_delimiter = ',', value_name = "DTYPE")]
     dtype: Vec<Dtype>,
+    /// Where operators run. A GPU needs a build with a runtime: one of the features wgpu, vulkan,
+    /// metal, cuda, cuda-cpp and rocm.
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    device: On,
     /// Whom to compare with: torch, torch_compile, jax, candle, unfused; or all, or none. Also
-    /// fuselane_python, which is ours called from Python.
-    #[arg(long, value_delimiter = ',', value_name = "PEER", default_value = "unfused")]
+    /// fuselane_python, which is ours called from Python. All of them are on the CPU [default:
+    /// unfused; none on a GPU].
+    #[arg(long, value_delimiter = ',', value_name = "PEER")]
     peers: Vec<String>,
     /// Outputs in memory that is used again, or in new memory from each library's default
     /// allocator, or both.
@@ -77,7 +84,7 @@ pub(crate) struct Args {
     out: Option<PathBuf>,
     /// Go on with an interrupted run, with its own options.
     #[arg(long, value_name = "DIR", conflicts_with_all =
-        ["globs", "n", "quick", "full", "dtype", "peers", "alloc", "threads", "out", "cases"])]
+        ["globs", "n", "quick", "full", "dtype", "device", "peers", "alloc", "threads", "out", "cases"])]
     resume: Option<PathBuf>,
     /// What to print.
     #[arg(long, value_name = "FORMAT", default_value = "table")]
@@ -129,7 +136,32 @@ fn parse_size(text: &str) -> Result<usize, String> {
 /// The bare command.
 impl Args {
     pub(crate) fn bare() -> Self {
-        Self { peers: vec!["unfused".to_owned()], ..Self::default() }
+        Self::default()
+    }
+
+    /// The peers that are asked for.
+    fn peers(&self) -> Result<Vec<String>, String> {
+        let asked = |default: &str| match self.peers.is_empty() {
+            true => vec![default.to_owned()],
+            false => self.peers.clone(),
+        };
+        match self.device {
+            On::Cpu => Ok(asked("unfused")),
+            On::Gpu => match asked("none").iter().find(|&peer| peer != "none") {
+                None => Ok(Vec::new()),
+                Some(peer) => {
+                    Err(format!("the peer {peer:?} runs on the CPU: not with --device gpu"))
+                }
+            },
+        }
+    }
+
+    /// The GPU that is asked for.
+    fn gpu(&self) -> Result<Option<Gpu>, String> {
+        match self.device {
+            On::Cpu => Ok(None),
+            On::Gpu => gpu::find("bench").map(Some),
+        }
     }
 
     fn sizes(&self) -> Sizes {
@@ -164,28 +196,29 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
         return Ok(ExitCode::SUCCESS);
     }
     let Some(path) = &args.resume else {
-        let facts = facts(args);
-        let path = args.out.clone().unwrap_or_else(|| default_folder(&facts.started));
         let plan = Plan::new(args, args.format)?;
+        let facts = facts(args)?;
+        let path = args.out.clone().unwrap_or_else(|| default_folder(&facts.started));
         return plan.run(Folder::create(&path, facts)?);
     };
     let folder = Folder::resume(path)?;
-    same_program(&folder.run, path)?;
     let stored = ["fuselane bench".to_owned()].into_iter().chain(folder.run.arguments.clone());
     let stored = Stored::try_parse_from(stored)
         .map_err(|error| format!("the options in {}/run.json: {error}", path.display()))?;
+    same_program(&folder.run, &facts(&stored.args)?, path)?;
     let plan = Plan::new(&stored.args, args.format)?;
     plan.run(folder)
 }
 
 /// A run has one program, on one machine: results of two cannot be compared in one table.
-fn same_program(run: &Run, path: &Path) -> Result<(), String> {
-    let now = facts(&Args::bare());
+fn same_program(run: &Run, now: &Run, path: &Path) -> Result<(), String> {
+    let gpu = |run: &Run| run.gpu.as_ref().map(|gpu| format!("{}, {}", gpu.name, gpu.runtime));
     let facts = [
-        ("commit", run.commit.clone(), now.commit),
-        ("version", Some(run.fuselane.clone()), Some(now.fuselane)),
-        ("CPU", run.machine.cpu.clone(), now.machine.cpu),
-        ("instruction set", Some(run.isa.clone()), Some(now.isa)),
+        ("commit", run.commit.clone(), now.commit.clone()),
+        ("version", Some(run.fuselane.clone()), Some(now.fuselane.clone())),
+        ("CPU", run.machine.cpu.clone(), now.machine.cpu.clone()),
+        ("instruction set", Some(run.isa.clone()), Some(now.isa.clone())),
+        ("GPU", gpu(run), gpu(now)),
     ];
     for (what, then, now) in facts {
         if then != now {
@@ -215,7 +248,7 @@ struct Plan {
     threads: usize,
     effort: Effort,
     format: Format,
-    /// None of the Python peers was asked for.
+    /// On the CPU, and none of the Python peers was asked for.
     rust_only: bool,
 }
 
@@ -224,12 +257,16 @@ impl Plan {
         let threads = threads(args);
         Ok(Self {
             tables: args.tables()?,
-            peers: peers(&args.peers, threads)?,
+            peers: match args.device {
+                On::Cpu => peers(&args.peers()?, threads)?,
+                On::Gpu => args.peers().map(|_| peers::own_on_gpu())?,
+            },
             regimes: args.alloc.regimes(),
             threads,
             effort: if args.full { Effort::FULL } else { Effort::QUICK },
             format,
-            rust_only: args.peers.iter().all(|peer| peer == "unfused" || peer == "none"),
+            rust_only: args.device == On::Cpu
+                && args.peers()?.iter().all(|peer| peer == "unfused" || peer == "none"),
         })
     }
 
@@ -299,14 +336,20 @@ impl Plan {
         let run = &folder.run;
         let rows: usize = self.tables.iter().map(|t| t.sizes.len() * self.regimes(t).len()).sum();
         format!(
-            "fuselane {} on {}, {} threads, {}\n{} tables, {rows} rows; providers: {}\n\
+            "fuselane {} on {}\n{} tables, {rows} rows; providers: {}\n\
              best/ours: the best other provider over ours, above 1 where ours is ahead; of copy: a copy\n\
              of the same bytes over ours; of roof: the same, or ours in cache where that is slower;\n\
              to/tr, toc/tr: eager and compiled PyTorch over the fused kernel, as published for that GPU\n\n",
             run.fuselane,
-            run.machine.cpu.as_deref().unwrap_or("an unknown CPU"),
-            self.threads,
-            run.isa,
+            match &run.gpu {
+                Some(gpu) => format!("{}\nthrough {}", gpu.words(), gpu.runtime),
+                None => format!(
+                    "{}, {} threads, {}",
+                    run.machine.cpu.as_deref().unwrap_or("an unknown CPU"),
+                    self.threads,
+                    run.isa
+                ),
+            },
             self.tables.len(),
             names.join(", "),
         )
@@ -337,7 +380,9 @@ impl Plan {
                     bar.suspend(|| self.say(&text))?;
                 }
                 if self.format == Format::Table {
-                    let text = tables::render(table, alloc, &sweep.folder.records, names);
+                    let folder = &sweep.folder;
+                    let on = folder.run.gpu.as_ref();
+                    let text = tables::render(table, alloc, on, &folder.records, names);
                     bar.suspend(|| self.say(&(text + "\n")))?;
                 }
             }
@@ -414,9 +459,9 @@ fn peers(asked: &[String], threads: usize) -> Result<Vec<Box<dyn Peer>>, String>
 }
 
 /// What is known before anything is measured.
-fn facts(args: &Args) -> Run {
+fn facts(args: &Args) -> Result<Run, String> {
     let arguments = std::env::args().skip_while(|argument| argument != "bench").skip(1);
-    Run {
+    Ok(Run {
         started: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
         arguments: without_out(arguments),
         fuselane: env!("CARGO_PKG_VERSION").to_owned(),
@@ -424,9 +469,10 @@ fn facts(args: &Args) -> Run {
         machine: Machine::read(),
         os: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
         isa: fuselane::isa().name().to_owned(),
+        gpu: args.gpu()?,
         threads: threads(args),
         versions: BTreeMap::new(),
-    }
+    })
 }
 
 /// The options that say what is measured: not where it goes, nor how it is shown.
@@ -500,6 +546,28 @@ mod tests {
         let names: Vec<&str> =
             peers(&["none".to_owned()], 1).unwrap().iter().map(|peer| peer.name()).collect();
         assert_eq!(names, ["fuselane", "fuselane_table", "copy"]);
+    }
+
+    #[test]
+    fn peers_stay_on_the_cpu() {
+        let args = |line: &str| {
+            Stored::try_parse_from(["fuselane bench"].into_iter().chain(line.split(' ')))
+                .map(|stored| stored.args)
+        };
+        assert_eq!(Args::bare().peers(), Ok(vec!["unfused".to_owned()]));
+        assert_eq!(args("--device gpu").unwrap().peers(), Ok(Vec::new()));
+        assert_eq!(args("--device gpu --peers none").unwrap().peers(), Ok(Vec::new()));
+        let error = args("--device gpu --peers none,torch").unwrap().peers().unwrap_err();
+        assert!(error.contains("\"torch\" runs on the CPU"), "{error}");
+        assert!(args("--device tpu").err().unwrap().to_string().contains("gpu"));
+    }
+
+    #[cfg(not(feature = "gpu"))]
+    #[test]
+    fn a_gpu_needs_a_runtime() {
+        let args = Args { device: On::Gpu, ..Args::default() };
+        let error = facts(&args).unwrap_err();
+        assert!(error.contains("--features wgpu -- bench --device gpu"), "{error}");
     }
 
     #[test]

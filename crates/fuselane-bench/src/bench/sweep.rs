@@ -13,6 +13,7 @@ use super::select::Table;
 use super::statistics::Spread;
 use super::truth::{Truth, tolerance};
 use crate::case::{Metric, Mode, bytes_of};
+use crate::gpu::Gpu;
 use crate::machine::Machine;
 use crate::peers::{Peer, Start};
 use crate::protocol::{Alloc, Input, Job, Reply, Request};
@@ -146,10 +147,14 @@ impl<'a> Sweep<'a> {
             return Ok(Vec::new());
         }
         self.folder.forget(&table.name, n, alloc)?;
-        let records = match table.metric {
+        let mut records = match table.metric {
             Metric::Speed => self.speed(table, n, alloc, &peers)?,
             Metric::Memory => self.memory(table, n, alloc, &peers)?,
         };
+        let device = self.folder.run.gpu.as_ref().map(|gpu| &gpu.name);
+        for record in &mut records {
+            record.device = device.cloned();
+        }
         self.folder.add(&records)?;
         Ok(records)
     }
@@ -354,6 +359,9 @@ impl<'a> Sweep<'a> {
     /// The rate of ours on one thread with data that stays in the second-level cache: what the
     /// arithmetic allows.
     fn rate(&mut self, table: &Table) -> Result<Option<f64>, Stop> {
+        if self.folder.run.gpu.is_some() {
+            return Ok(None);
+        }
         if let Some(&rate) = self.rates.get(&table.name) {
             return Ok(rate);
         }
@@ -448,6 +456,9 @@ impl<'a> Sweep<'a> {
         peers: &[&'a dyn Peer],
     ) -> (bool, Vec<(&'static str, String)>) {
         let Table { case, mode, dtype, .. } = table;
+        if let Some(note) = self.folder.run.gpu.as_ref().and_then(|gpu| refused_by(gpu, table, n)) {
+            return (false, peers.iter().map(|peer| (peer.name(), note.clone())).collect());
+        }
         let inputs = bytes_of(&case.inputs(*mode, n, dtype.0)) as f64;
         // Bytes of each provider, and how many of them are inputs that could be shared.
         type Need = (&'static str, f64, f64);
@@ -480,7 +491,8 @@ impl<'a> Sweep<'a> {
         while shared(&needs) > room && !needs.is_empty() {
             // The hungriest goes; ours goes last.
             let by_hunger = |a: &&Need, b: &&Need| {
-                let peers = (a.0 != "fuselane").cmp(&(b.0 != "fuselane"));
+                let ours = |name| matches!(name, "fuselane" | "fuselane_gpu");
+                let peers = (!ours(a.0)).cmp(&!ours(b.0));
                 peers.then((a.1 - a.2).total_cmp(&(b.1 - b.2)))
             };
             let Some(&(name, bytes, shareable)) = needs.iter().max_by(by_hunger) else { break };
@@ -561,6 +573,18 @@ impl<'a> Sweep<'a> {
     }
 }
 
+/// Why a row is too large for a device.
+fn refused_by(gpu: &Gpu, table: &Table, n: usize) -> Option<String> {
+    let Table { case, mode, dtype, .. } = table;
+    let mut tensors = case.inputs(*mode, n, dtype.0);
+    tensors.extend(case.outputs(*mode, n, dtype.0));
+    if *mode == Mode::Bwd {
+        tensors.extend(case.outputs(Mode::Fwd, n, dtype.0));
+    }
+    let largest = tensors.iter().map(|tensor| bytes_of(std::slice::from_ref(tensor))).max();
+    gpu.refuses(largest.unwrap_or(0), bytes_of(&tensors))
+}
+
 /// Roughly the most that a provider's process has at one time, inputs and all.
 fn need(peer: &dyn Peer, table: &Table, n: usize) -> f64 {
     let Table { case, mode, dtype, .. } = table;
@@ -626,6 +650,7 @@ fn blank(table: &Table, n: usize, provider: &str, alloc: Alloc) -> Record {
         dtype: table.dtype.to_string(),
         provider: provider.to_owned(),
         alloc,
+        device: None,
         value: None,
         p20: None,
         p80: None,

@@ -8,6 +8,7 @@ use anstyle::{AnsiColor, Style};
 
 use super::select::Table;
 use crate::case::Metric;
+use crate::gpu::Gpu;
 use crate::protocol::Alloc;
 use crate::published::{self, Published};
 use crate::record::Record;
@@ -36,12 +37,13 @@ impl<'a> Row<'a> {
     /// Ours, if it is right. With a table made beforehand it has a column, but is not compared:
     /// peers make their angles in each call. From Python it has one too, and is no peer.
     fn ours(&self) -> Option<&'a Record> {
-        self.get("fuselane").filter(|record| record.ok)
+        let ours = self.get("fuselane").or_else(|| self.get("fuselane_gpu"));
+        ours.filter(|record| record.ok)
     }
 
     /// The least value of the others whose results are right.
     fn best_peer(&self) -> Option<f64> {
-        let ours = ["fuselane", "fuselane_table", "fuselane_python", "copy"];
+        let ours = ["fuselane", "fuselane_gpu", "fuselane_table", "fuselane_python", "copy"];
         let peers = self.0.iter().filter(|record| !ours.contains(&record.provider.as_str()));
         peers.filter(|record| record.ok).filter_map(|record| record.value).min_by(f64::total_cmp)
     }
@@ -56,10 +58,11 @@ impl<'a> Row<'a> {
     }
 }
 
-/// One table, of one allocator regime. `providers` are its columns.
+/// One table, of one allocator regime, on a GPU or on the CPU. `providers` are its columns.
 pub(super) fn render(
     table: &Table,
     alloc: Alloc,
+    on: Option<&Gpu>,
     records: &[Record],
     providers: &[&str],
 ) -> String {
@@ -86,10 +89,11 @@ pub(super) fn render(
     };
     let _ = writeln!(
         text,
-        "{HEADING}{}:{HEADING:#} {} ({}), {what}",
+        "{HEADING}{}:{HEADING:#} {} ({}), {what}{}",
         table.name,
         table.case.title,
         table.case.operator.name(),
+        on.map_or(String::new(), |gpu| format!(", on {}", gpu.words())),
     );
     let mut heads: Vec<String> = vec!["n".to_owned()];
     heads.extend(columns.iter().map(|&name| name.to_owned()));
@@ -207,6 +211,7 @@ mod tests {
             dtype: "bf16".to_owned(),
             provider: provider.to_owned(),
             alloc: Alloc::Warm,
+            device: None,
             value,
             p20: value,
             p80: value,
@@ -232,8 +237,13 @@ mod tests {
             record("fuselane_python", 256, Some(1.9), true),
             record("copy", 256, Some(0.1), true),
         ];
-        let text =
-            render(&table(), Alloc::Warm, &records, &["fuselane", "unfused", "torch", "copy"]);
+        let text = render(
+            &table(),
+            Alloc::Warm,
+            None,
+            &records,
+            &["fuselane", "unfused", "torch", "copy"],
+        );
         let text = anstream::adapter::strip_str(&text).to_string();
         let row = text.lines().nth(2).unwrap();
         let cells: Vec<&str> = row.split_whitespace().collect();
@@ -247,14 +257,32 @@ mod tests {
     }
 
     #[test]
+    fn a_gpu_is_named() {
+        let records =
+            [record("fuselane_gpu", 256, Some(2.0), true), record("copy", 256, Some(1.0), true)];
+        let gpu = Gpu { software: true, ..crate::gpu::tests::some() };
+        let providers = ["fuselane_gpu", "copy"];
+        let text = render(&table(), Alloc::Warm, Some(&gpu), &records, &providers);
+        let text = anstream::adapter::strip_str(&text).to_string();
+        let mut lines = text.lines();
+        let on = "on A <fast> GPU, a software device: these times are those of a CPU";
+        assert!(lines.next().unwrap().ends_with(on), "{text}");
+        let cells: Vec<&str> = lines.nth(1).unwrap().split_whitespace().collect();
+        assert_eq!(cells[..6], ["256", "2.000", "1.000", "-", "0.91", "0.95"]);
+    }
+
+    #[test]
     fn missing_values_are_dashes() {
         let records = [record("fuselane", 256, Some(2.0), true), record("jax", 256, None, false)];
-        let text = render(&table(), Alloc::Warm, &records, &["fuselane", "jax"]);
+        let text = render(&table(), Alloc::Warm, None, &records, &["fuselane", "jax"]);
         let text = anstream::adapter::strip_str(&text).to_string();
         let cells: Vec<&str> = text.lines().nth(2).unwrap().split_whitespace().collect();
         assert_eq!(cells[..5], ["256", "2.000", "-", "-", "0.91"]);
         // Records of the other regime belong to another table.
-        assert_eq!(render(&table(), Alloc::Fresh, &records, &["fuselane"]).lines().count(), 2);
+        assert_eq!(
+            render(&table(), Alloc::Fresh, None, &records, &["fuselane"]).lines().count(),
+            2
+        );
     }
 
     #[test]

@@ -4,6 +4,7 @@
 mod candle;
 mod copy;
 mod fuselane;
+mod fuselane_gpu;
 mod fuselane_python;
 mod jax;
 mod primitives;
@@ -19,7 +20,7 @@ use std::process::Command;
 
 use crate::case::Operator;
 use crate::protocol::Alloc;
-use crate::worker::Library;
+use crate::worker::{Fault, Library};
 
 /// How a worker is to be started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,6 +60,11 @@ pub(crate) fn own() -> Vec<Box<dyn Peer>> {
     ]
 }
 
+/// What the tables show on a GPU: ours, and the limit there.
+pub(crate) fn own_on_gpu() -> Vec<Box<dyn Peer>> {
+    vec![Box::new(fuselane_gpu::FuselaneGpu), Box::new(fuselane_gpu::CopyGpu)]
+}
+
 /// What ours can be compared with, in the order of the tables' columns.
 pub(crate) fn others() -> Vec<Box<dyn Peer>> {
     vec![
@@ -71,17 +77,21 @@ pub(crate) fn others() -> Vec<Box<dyn Peer>> {
     ]
 }
 
-/// A library that runs in a worker of this program, by its provider's name.
-pub(crate) fn library(name: &str) -> Option<Box<dyn Library>> {
-    match name {
-        "copy" => Some(Box::new(copy::Copy)),
-        "fuselane" => Some(Box::new(fuselane::Fuselane { table: false })),
-        "fuselane_table" => Some(Box::new(fuselane::Fuselane { table: true })),
+/// A library that runs in a worker of this program, by its worker's name.
+pub(crate) fn library(name: &str) -> Result<Box<dyn Library>, Fault> {
+    Ok(match name {
+        "copy" => Box::new(copy::Copy),
+        "fuselane" => Box::new(fuselane::Fuselane { table: false }),
+        "fuselane_table" => Box::new(fuselane::Fuselane { table: true }),
         #[cfg(feature = "candle")]
-        "candle" => Some(Box::new(candle::Candle)),
-        "unfused" => Some(Box::new(unfused::Unfused)),
-        _ => None,
-    }
+        "candle" => Box::new(candle::Candle),
+        #[cfg(feature = "gpu")]
+        "fuselane_gpu" => Box::new(fuselane_gpu::OnGpu::open()?),
+        #[cfg(feature = "gpu")]
+        fuselane_gpu::COPY_WORKER => Box::new(fuselane_gpu::CopyOnGpu::open()?),
+        "unfused" => Box::new(unfused::Unfused),
+        _ => return Err(Fault::Failed(format!("no provider {name:?} in this program"))),
+    })
 }
 
 /// A worker of this program.

@@ -39,8 +39,9 @@ pub(crate) fn hex(RGBColor(r, g, b): RGBColor) -> String {
 }
 
 /// The palette of Okabe and Ito, which colour-blind readers can tell apart.
-const KNOWN: [(&str, Colour); 8] = [
+const KNOWN: [(&str, Colour); 9] = [
     ("fuselane", Colour { light: (0x00, 0x72, 0xB2), dark: "#4db2f0" }),
+    ("fuselane_gpu", Colour { light: (0x11, 0x77, 0x99), dark: "#3fb8d9" }),
     ("fuselane_table", Colour { light: (0x56, 0xB4, 0xE9), dark: "#a5dcff" }),
     ("fuselane_python", Colour { light: (0x4B, 0x5F, 0xC4), dark: "#93a3ff" }),
     ("unfused", Colour { light: (0x8C, 0x8C, 0x8C), dark: "#9a9a9a" }),

@@ -6,6 +6,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use crate::case::{Metric, Mode};
+use crate::gpu::Gpu;
 use crate::protocol::Alloc;
 use crate::published::{self, Published};
 use crate::record::{Record, Run};
@@ -15,12 +16,14 @@ pub(crate) const COPY: &str = "copy";
 /// Ours, in ratios: with a table that was made beforehand it has a column of its own, but peers make
 /// their angles in each call.
 const OURS: &str = "fuselane";
+/// Ours on a GPU, where it takes the other's place in ratios.
+const ON_GPU: &str = "fuselane_gpu";
 const WITH_TABLE: &str = "fuselane_table";
 /// Ours too, called from Python.
 const FROM_PYTHON: &str = "fuselane_python";
 /// The order of columns. Providers that are not named here come behind, by name.
-const ORDER: [&str; 8] =
-    [OURS, WITH_TABLE, FROM_PYTHON, "unfused", "candle", "torch", "torch_compile", "jax"];
+const ORDER: [&str; 9] =
+    [OURS, ON_GPU, WITH_TABLE, FROM_PYTHON, "unfused", "candle", "torch", "torch_compile", "jax"];
 /// A ratio from here on reads as 1.00 or more, and counts as a match.
 pub(crate) const MATCH: f64 = 0.995;
 const MIB: f64 = (1 << 20) as f64;
@@ -47,6 +50,8 @@ pub(crate) struct Table {
     /// The run has this table in the other allocator regime too.
     pub(crate) both_regimes: bool,
     pub(crate) unit: String,
+    /// The GPU in words, for a run on one.
+    pub(crate) on: Option<String>,
     /// Ours first; without the copy limit.
     pub(crate) providers: Vec<String>,
     /// By n.
@@ -92,7 +97,7 @@ impl<'a> Cell<'a> {
 }
 
 pub(crate) fn is_ours(provider: &str) -> bool {
-    [OURS, WITH_TABLE, FROM_PYTHON].contains(&provider)
+    [OURS, ON_GPU, WITH_TABLE, FROM_PYTHON].contains(&provider)
 }
 
 /// A cell without a value, in a word: outputs that were compared and are wrong are not timed.
@@ -130,7 +135,7 @@ impl Row {
 
     /// Our provider and its value.
     pub(crate) fn ours(&self) -> Option<(&str, f64)> {
-        self.best(|provider| provider == OURS)
+        self.best(|provider| [OURS, ON_GPU].contains(&provider))
     }
 
     /// The best of the others whose results are right.
@@ -150,7 +155,8 @@ impl Row {
 
     /// We took part and a peer has a right result, whether or not we have one.
     fn is_compared(&self) -> bool {
-        self.cells.contains_key(OURS) && self.best_peer().is_some()
+        let took_part = [OURS, ON_GPU].iter().any(|&ours| self.cells.contains_key(ours));
+        took_part && self.best_peer().is_some()
     }
 
     /// The copy limit's time over ours.
@@ -207,6 +213,20 @@ impl Table {
         self.rows.iter().find_map(|row| row.published).map(|row| row.gpu.as_str())
     }
 
+    /// The caption and the GPU: "relu, forward, speed, on a GPU".
+    pub(crate) fn heading(&self) -> String {
+        match &self.on {
+            Some(on) => format!("{}, on {on}", self.caption()),
+            None => self.caption(),
+        }
+    }
+
+    /// The median share of the copy limit of these tables' rows.
+    pub(crate) fn copy_shares(&self) -> impl Iterator<Item = f64> {
+        let rows = self.rows.iter().filter(|row| !row.is_idle());
+        rows.filter_map(Row::of_copy_limit)
+    }
+
     /// In words, without the family: "relu, forward, speed".
     pub(crate) fn caption(&self) -> String {
         let mode = match self.mode {
@@ -232,7 +252,7 @@ impl RunData {
             ));
         }
         let path = folder.join("run.json");
-        let run = serde_json::from_str(&read(&path)?)
+        let run: Run = serde_json::from_str(&read(&path)?)
             .map_err(|error| format!("{}: not a run's facts: {error}", path.display()))?;
         let path = folder.join("results.jsonl");
         let records = parse(&path, &read(&path)?)?;
@@ -242,7 +262,12 @@ impl RunData {
                 path.display()
             ));
         }
-        Ok(Self { folder: folder.to_owned(), run, tables: tables(records) })
+        let mut tables = tables(records);
+        let on = run.gpu.as_ref().map(Gpu::words);
+        for table in &mut tables {
+            table.on.clone_from(&on);
+        }
+        Ok(Self { folder: folder.to_owned(), run, tables })
     }
 
     pub(crate) fn rows(&self) -> impl Iterator<Item = (&Table, &Row)> {
@@ -376,6 +401,7 @@ fn table(records: Vec<Record>) -> Table {
         alloc: first.alloc,
         both_regimes: false,
         unit: first.unit,
+        on: None,
     }
 }
 

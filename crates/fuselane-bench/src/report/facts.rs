@@ -1,5 +1,6 @@
 //! The facts of a run in words.
 
+use crate::gpu::Clock;
 use crate::info::human_size;
 use crate::record::Run;
 
@@ -11,6 +12,9 @@ pub(crate) fn line(run: &Run) -> String {
         threads => format!("{threads} threads"),
     };
     let day = run.started.split('T').next().unwrap_or_default();
+    if let Some(gpu) = &run.gpu {
+        return format!("{}; {}, {day}", gpu.words(), gpu.runtime);
+    }
     format!("{cpu}, {threads}, {}, {day}", run.isa)
 }
 
@@ -29,9 +33,19 @@ pub(crate) fn list(run: &Run) -> Vec<(&'static str, String)> {
         .into_iter()
         .filter_map(|(name, cache)| Some(format!("{name} {}", human_size(cache?.bytes))))
         .collect();
+    let gpu = run.gpu.as_ref();
     let facts = [
         ("date", Some(run.started.clone())),
         ("commit", Some(run.commit.clone().unwrap_or_else(|| "unknown".to_owned()))),
+        ("GPU", gpu.map(|gpu| gpu.words())),
+        ("runtime", gpu.map(|gpu| gpu.runtime.clone())),
+        (
+            "times",
+            gpu.map(|gpu| match gpu.clock {
+                Clock::Device => "of the device, by its timestamps".to_owned(),
+                Clock::Host => "from launch to end, by the host's clock".to_owned(),
+            }),
+        ),
         ("machine", Some(machine.cpu.clone().unwrap_or_else(|| "unknown CPU".to_owned()))),
         ("cores", cores),
         ("threads", Some(run.threads.to_string())),

@@ -444,7 +444,7 @@ fn card(
         "<article class=\"card\" id=\"{id}\" tabindex=\"-1\" {}>\n\
          <h3>{}</h3><p class=\"name\">{id}</p>\n<ul class=\"legend\" aria-hidden=\"true\">",
         attributes(table),
-        escape(&table.caption()),
+        escape(&table.heading()),
     );
     for line in lines.iter().rev() {
         let key = key(&line.key);

@@ -54,7 +54,7 @@ pub(crate) fn tables(data: &RunData) -> String {
 }
 
 fn one_table(text: &mut String, table: &Table) {
-    let _ = writeln!(text, "\n### {}\n\n{}\n", escape(&table.id()), escape(&table.caption()));
+    let _ = writeln!(text, "\n### {}\n\n{}\n", escape(&table.id()), escape(&table.heading()));
     let speed = table.metric == Metric::Speed;
     let (copy, least) = (table.has(COPY), table.rows.iter().any(|row| row.least().is_some()));
     let mut columns = vec!["n".to_owned()];

@@ -70,7 +70,10 @@ pub(crate) fn brief(folder: &Path) -> Result<String, String> {
     let data = RunData::load(folder)?;
     let mut text = String::new();
     for metric in Metric::ALL {
-        let Some(summary) = data.summary(|table| table.metric == metric) else { continue };
+        let Some(summary) = data.summary(|table| table.metric == metric) else {
+            text += &without_peers(&data, metric);
+            continue;
+        };
         let mean = summary.mean.map_or("-".to_owned(), data::times);
         text += &format!(
             "{}: ours matches or beats the best peer in {} of {} rows; geometric mean {mean}x",
@@ -84,6 +87,17 @@ pub(crate) fn brief(folder: &Path) -> Result<String, String> {
         text.push('\n');
     }
     Ok(text)
+}
+
+/// What there is to say of rows that have no peer: a share of the copy limit.
+fn without_peers(data: &RunData, metric: Metric) -> String {
+    let tables = data.tables.iter().filter(|table| table.metric == metric);
+    let mut shares: Vec<f64> = tables.flat_map(|table| table.copy_shares()).collect();
+    shares.sort_by(f64::total_cmp);
+    data::median(&shares).map_or(String::new(), |share| {
+        let (metric, rows) = (metric.name(), shares.len());
+        format!("{metric}: {} of the copy limit (median of {rows} rows)\n", data::percent(share))
+    })
 }
 
 /// The report of the last run, compared with the first if there are several.

@@ -30,6 +30,7 @@ fn facts() -> Run {
         },
         os: "Linux".to_owned(),
         isa: "avx2".to_owned(),
+        gpu: None,
         threads: 2,
         versions: [("torch".to_owned(), [("torch".to_owned(), "2.15.0".to_owned())].into())].into(),
     }
@@ -48,6 +49,7 @@ fn record(provider: &str, n: usize, value: f64) -> Record {
         dtype: "bf16".to_owned(),
         provider: provider.to_owned(),
         alloc: Alloc::Warm,
+        device: None,
         value: Some(value),
         p20: None,
         p80: None,
@@ -116,6 +118,25 @@ fn ratios_are_best_peer_over_ours() {
     assert_eq!(row.ratio_to("torch"), Some(3.0));
     let order = ["fuselane", "fuselane_table", "fuselane_python", "torch", "jax"];
     assert_eq!(data.providers(), order);
+}
+
+#[test]
+fn a_run_on_a_gpu_says_so() {
+    let gpu = crate::gpu::Gpu { software: true, ..crate::gpu::tests::some() };
+    let run = Run { gpu: Some(gpu), ..facts() };
+    let folder = tempfile::tempdir().unwrap();
+    let share = Record { of_copy_limit: Some(0.75), ..record("fuselane_gpu", 256, 2.0) };
+    save(folder.path(), &[share, record("copy", 256, 1.5)]);
+    fs::write(folder.path().join("run.json"), serde_json::to_string(&run).unwrap()).unwrap();
+    write(folder.path()).unwrap();
+    let read = |name: &str| fs::read_to_string(folder.path().join(name)).unwrap();
+    let words = "GPU, a software device: these times are those of a CPU";
+    // In the heading of the page and in that of the table.
+    assert!(read("index.html").matches(words).count() >= 3, "{}", read("index.html"));
+    assert!(read("tables.md").contains(&format!("relu, forward, speed, on A &lt;fast> {words}")));
+    assert_eq!(brief(folder.path()).unwrap(), "speed: 75 % of the copy limit (median of 1 rows)\n");
+    let data = RunData::load(folder.path()).unwrap();
+    assert_eq!(data.tables[0].rows[0].ours(), Some(("fuselane_gpu", 2.0)));
 }
 
 #[test]
@@ -375,7 +396,15 @@ fn pictures_mark_losses_and_leave_out_idle_calls() {
 
 #[test]
 fn each_colour_has_one_meaning() {
-    let known = ["fuselane", "fuselane_table", "fuselane_python", "unfused", "candle", "torch"];
+    let known = [
+        "fuselane",
+        "fuselane_gpu",
+        "fuselane_table",
+        "fuselane_python",
+        "unfused",
+        "candle",
+        "torch",
+    ];
     let providers = [&known[..], &["torch_compile", "jax", "new"]].concat();
     let providers: Vec<String> = providers.into_iter().map(str::to_owned).collect();
     let mut colours: Vec<_> =
