@@ -47,7 +47,9 @@ impl CheckBackend {
     fn angles(&self, angles: Angles<'_>) -> Result<Uploaded> {
         Ok(match angles {
             Angles::Theta(theta) => Uploaded::Theta(self.input(theta)?),
-            Angles::Table(table) => Uploaded::Table(AngleTable::upload(&self.device, table)?),
+            Angles::Table(table) => {
+                Uploaded::Table(Box::new(AngleTable::upload(&self.device, table)?))
+            }
         })
     }
 }
@@ -75,7 +77,7 @@ fn finish_all<const N: usize>(outputs: [Option<Output<'_>>; N]) -> Result<()> {
 /// Angles on the device.
 enum Uploaded {
     Theta(Tensor),
-    Table(AngleTable),
+    Table(Box<AngleTable>),
 }
 
 impl Uploaded {

@@ -1,5 +1,11 @@
 //! The shortest way through the crate, on whatever device there is.
-#![cfg(any(feature = "wgpu", feature = "vulkan", feature = "cuda", feature = "rocm"))]
+#![cfg(any(
+    feature = "wgpu",
+    feature = "vulkan",
+    feature = "metal",
+    feature = "cuda",
+    feature = "rocm"
+))]
 
 use fuselane::{Act, View};
 use fuselane_gpu::{Device, Tuning, act};

@@ -1,153 +1,20 @@
 //! Softmax and its gradients against the reference, in every way that the launch layer has.
-#![cfg(any(feature = "wgpu", feature = "vulkan", feature = "cuda", feature = "rocm"))]
+#![cfg(any(
+    feature = "wgpu",
+    feature = "vulkan",
+    feature = "metal",
+    feature = "cuda",
+    feature = "rocm"
+))]
+
+mod support;
 
 use fuselane::reference::ulp::ulp;
 use fuselane::reference::{self, Random};
-use fuselane::{
-    Act, Angles, Cosine, CosineBackward, DType, Element, Error, Normalize, NormalizeBackward,
-    NormalizeForward, Result, Rotate, RotateBackward, Softmax, View, ViewMut,
-};
-use fuselane_check::{Backend, Effort, Operator, Selection, run_on};
-use fuselane_gpu::{Device, Tensor, Tuning, softmax};
+use fuselane::{DType, Element, Result, Softmax, View};
+use fuselane_gpu::{Device, Tensor, softmax};
 use half::{bf16, f16};
-
-/// Softmax on a device, for the matrix.
-struct Gpu {
-    name: &'static str,
-    device: Device,
-}
-
-fn other() -> Result<()> {
-    Err(Error::new("softmax", "operator", "is another one", "softmax"))
-}
-
-/// Runs a call on a device: what comes back goes to `to`.
-fn on(
-    device: &Device,
-    from: [View<'_>; 2],
-    to: ViewMut<'_>,
-    call: impl FnOnce(&Tensor, &Tensor, &mut Tensor) -> Result<()>,
-) -> Result<()> {
-    let [x, grad] = [device.upload(from[0])?, device.upload(from[1])?];
-    let mut o = device.empty(to.dtype(), to.shape())?;
-    call(&x, &grad, &mut o)?;
-    o.download_into(to)
-}
-
-impl Backend for Gpu {
-    fn name(&self) -> &str {
-        self.name
-    }
-    fn supports(&self, dtype: DType) -> bool {
-        self.device.supports(dtype)
-    }
-    fn softmax_forward(&self, options: &Softmax, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
-        on(&self.device, [x, x], o, |x, _, o| softmax::forward_into(options, x, o))
-    }
-    fn softmax_backward(
-        &self,
-        options: &Softmax,
-        o: View<'_>,
-        grad: View<'_>,
-        dx: ViewMut<'_>,
-    ) -> Result<()> {
-        on(&self.device, [o, grad], dx, |o, grad, dx| softmax::backward_into(options, o, grad, dx))
-    }
-    fn softmax_backward_from_input(
-        &self,
-        options: &Softmax,
-        x: View<'_>,
-        grad: View<'_>,
-        dx: ViewMut<'_>,
-    ) -> Result<()> {
-        on(&self.device, [x, grad], dx, |x, grad, dx| {
-            softmax::backward_from_input_into(options, x, grad, dx)
-        })
-    }
-    fn act_forward(&self, _: Act, _: View<'_>, _: ViewMut<'_>) -> Result<()> {
-        other()
-    }
-    fn act_in_place(&self, _: Act, _: ViewMut<'_>) -> Result<()> {
-        other()
-    }
-    fn act_backward(&self, _: Act, _: View<'_>, _: View<'_>, _: ViewMut<'_>) -> Result<()> {
-        other()
-    }
-    fn normalize_forward(&self, _: &Normalize, _: NormalizeForward<'_>) -> Result<()> {
-        other()
-    }
-    fn normalize_backward(&self, _: &Normalize, _: NormalizeBackward<'_>) -> Result<()> {
-        other()
-    }
-    fn rotate_forward(
-        &self,
-        _: &Rotate<'_>,
-        _: View<'_>,
-        _: Angles<'_>,
-        _: ViewMut<'_>,
-    ) -> Result<()> {
-        other()
-    }
-    fn rotate_backward(&self, _: &Rotate<'_>, _: RotateBackward<'_>) -> Result<()> {
-        other()
-    }
-    fn cosine_forward(
-        &self,
-        _: &Cosine<'_>,
-        _: View<'_>,
-        _: Angles<'_>,
-        _: ViewMut<'_>,
-    ) -> Result<()> {
-        other()
-    }
-    fn cosine_backward(&self, _: &Cosine<'_>, _: CosineBackward<'_>) -> Result<()> {
-        other()
-    }
-}
-
-const PLAIN: Tuning =
-    Tuning { vector: None, planes: None, units: None, wide_indices: None, reread: None };
-
-/// Every way on one device.
-const TUNINGS: [(&str, Tuning); 6] = [
-    ("default", PLAIN),
-    ("single", Tuning { vector: Some(1), ..PLAIN }),
-    ("planes", Tuning { planes: Some(true), ..PLAIN }),
-    ("no planes", Tuning { planes: Some(false), ..PLAIN }),
-    ("reread", Tuning { reread: Some(true), ..PLAIN }),
-    ("few units", Tuning { units: Some(32), ..PLAIN }),
-];
-
-fn device() -> Device {
-    Device::open().expect("a device")
-}
-
-/// All ways, or the one that `FUSELANE_TUNING` names.
-fn devices() -> Vec<(&'static str, Device)> {
-    let (device, only) = (device(), std::env::var("FUSELANE_TUNING").ok());
-    let tunings = TUNINGS.into_iter().filter(|(name, _)| only.as_ref().is_none_or(|o| o == name));
-    tunings.map(|(name, tuning)| (name, device.tuned(tuning))).collect()
-}
-
-/// All of the matrix with `FUSELANE_CHECK=full`, else a part of it.
-#[test]
-fn matrix() {
-    let full = std::env::var("FUSELANE_CHECK").is_ok_and(|effort| effort == "full");
-    let gpus: Vec<Gpu> = devices().into_iter().map(|(name, device)| Gpu { name, device }).collect();
-    let backends: Vec<&dyn Backend> = gpus.iter().map(|gpu| gpu as &dyn Backend).collect();
-    let selection = Selection {
-        operators: vec![Operator::Softmax],
-        dtypes: vec![DType::F32, DType::F16, DType::BF16],
-        effort: if full { Effort::Full } else { Effort::Every(101) },
-        ..Selection::default()
-    };
-    let outcomes = run_on(&selection, &backends, &mut |progress| println!("{progress:?}"));
-    assert!(!outcomes.is_empty());
-    for outcome in &outcomes {
-        println!("{outcome:?}");
-    }
-    assert!(outcomes.iter().all(|outcome| outcome.ok()));
-}
+use support::{device, devices};
 
 /// Which of the three calls.
 #[derive(Debug, Clone, Copy)]

@@ -1,6 +1,12 @@
 //! Memory of a device: what is uploaded comes back, whatever its strides, and what a call does not
 //! write to stays as it was.
-#![cfg(any(feature = "wgpu", feature = "vulkan", feature = "cuda", feature = "rocm"))]
+#![cfg(any(
+    feature = "wgpu",
+    feature = "vulkan",
+    feature = "metal",
+    feature = "cuda",
+    feature = "rocm"
+))]
 
 use fuselane::{Act, DType, Element, View, ViewMut};
 use fuselane_gpu::{Device, Tensor, Tuning, act};
