@@ -361,19 +361,19 @@ pub(crate) fn largest<'t>(tensors: impl IntoIterator<Item = Option<&'t Tensor>>)
 
 /// Launches a kernel, or keeps it, if the device is a recorder.
 macro_rules! launch {
-    ($device:expr, $kernel:ident::<$($word:ty),*>, $grid:expr, $($argument:expr),* $(,)?) => {{
+    ($device:expr, $kernel:ident $(::<$($word:ty),*>)?, $grid:expr, $($argument:expr),* $(,)?) => {{
         let (device, grid): (&$crate::Device, $crate::launch::Grid) = ($device, $grid);
         match device.target() {
             // SAFETY: the kernels reach no element but those of their operands' views, which the
             // core's checks and `Tensor` found to lie in the buffers; and their loops end.
             $crate::device::Target::Client(client) => unsafe {
-                $kernel::launch_unchecked::<$($word),*>(
+                $kernel::launch_unchecked$(::<$($word),*>)?(
                     client, grid.count, grid.dim, grid.address, $($argument),*
                 );
             },
             #[cfg(feature = "sources")]
             $crate::device::Target::Recorder(kernels) => {
-                let kernel = $kernel::create_dummy_kernel::<$($word),*>(
+                let kernel = $kernel::create_dummy_kernel$(::<$($word),*>)?(
                     device.properties().clone(), device.target_properties().clone(),
                     grid.count, grid.dim, grid.address, $($argument),*
                 );

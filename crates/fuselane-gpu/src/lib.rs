@@ -7,6 +7,8 @@ mod device;
 mod kernel;
 mod launch;
 mod ops;
+#[cfg(feature = "sources")]
+pub mod sources;
 mod tensor;
 
 pub use device::{Device, Tuning};
