@@ -11,6 +11,7 @@ mod case;
 mod check;
 mod copy;
 mod info;
+mod kernels;
 mod machine;
 mod peers;
 mod process_memory;
@@ -43,6 +44,7 @@ enum Command {
     Info(info::Args),
     Check(check::Args),
     Report(report::Args),
+    Kernels(kernels::Args),
     SetupPeers(setup_peers::Args),
     #[command(hide = true)]
     Worker(worker::Args),
@@ -60,6 +62,7 @@ fn run(command: &Command) -> Result<ExitCode, Box<dyn Error>> {
         Command::Info(args) => info::run(args),
         Command::Check(args) => check::run(args),
         Command::Report(args) => report::run(args),
+        Command::Kernels(args) => kernels::run(args),
         Command::SetupPeers(args) => setup_peers::run(args),
         Command::Worker(args) => worker::run(args),
     }

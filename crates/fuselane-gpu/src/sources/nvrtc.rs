@@ -215,7 +215,7 @@ pub fn table(
     architectures: &[&str],
     results: &[Vec<Result<Kernel, Fault>>],
 ) -> String {
-    let mut lines = vec![["kernel", "cube", "shared"].map(str::to_owned).to_vec()];
+    let mut lines = vec![["kernel-dtype-options", "cube", "shared"].map(str::to_owned).to_vec()];
     for name in architectures {
         lines[0].push(format!("{name}: registers"));
         lines[0].extend(["spills", "load"].map(str::to_owned));
