@@ -13,4 +13,5 @@ mod tensor;
 
 pub use device::{Device, Tuning};
 pub use ops::act;
+pub use ops::softmax;
 pub use tensor::Tensor;

@@ -1,3 +1,4 @@
 //! One file per operator.
 
 pub mod act;
+pub mod softmax;
