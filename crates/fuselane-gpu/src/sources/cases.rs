@@ -3,10 +3,10 @@
 //! Sizes of two kinds: those that all vectors divide, and odd ones. Memory of one kind mostly,
 //! without gaps.
 
-use fuselane::{Act, DType, Result};
+use fuselane::{Act, DType, Result, Softmax};
 
 use super::{Class, Recording};
-use crate::{Device, Tensor, act};
+use crate::{Device, Tensor, act, softmax};
 
 /// The dtypes of GPUs.
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -14,7 +14,8 @@ const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 const WIDE: [bool; 2] = [true, false];
 
 pub(super) fn all(recording: &mut Recording) -> Result<()> {
-    act_cases(recording)
+    act_cases(recording)?;
+    softmax_cases(recording)
 }
 
 /// `class` with its sizes in words.
@@ -60,6 +61,44 @@ fn act_cases(recording: &mut Recording) -> Result<()> {
         recording.call(&gaps, with_gaps)?;
         let far = class("act", dtype, &["silu", "gaps", "64-bit indices"], true);
         recording.call_far(&far, with_gaps)?;
+    }
+    Ok(())
+}
+
+fn softmax_cases(recording: &mut Recording) -> Result<()> {
+    const DIRECTIONS: [&str; 3] = ["forward", "backward", "backward from input"];
+    // Rows that a part of a plane, a cube, and only a second reading can hold; and columns that
+    // one cube, and several, work on.
+    const SIZES: [(&str, isize, [usize; 2], bool); 8] = [
+        ("row of 64", 1, [64, 64], true),
+        ("row of 4096", 1, [8, 4096], true),
+        ("row of 262144", 1, [2, 262_144], true),
+        ("row of 33", 1, [7, 33], false),
+        ("row of 200001", 1, [3, 200_001], false),
+        ("column of 16", 0, [16, 4096], true),
+        ("column of 8192", 0, [8192, 64], true),
+        ("column of 33", 0, [33, 7], false),
+    ];
+    for dtype in DTYPES {
+        for direction in DIRECTIONS {
+            for (size, dim, shape, wide) in SIZES {
+                for (log, zero_masked_rows) in [(false, false), (true, false), (false, true)] {
+                    let log_word = if log { "log" } else { "" };
+                    let masked = if zero_masked_rows { "masked" } else { "" };
+                    let class = class("softmax", dtype, &[direction, log_word, masked, size], true);
+                    let options = Softmax { dim, log, zero_masked_rows };
+                    recording.call(&Class { wide, ..class }, |device| {
+                        let tensor = || device.empty(dtype, &shape);
+                        let (x, grad, mut o) = (tensor()?, tensor()?, tensor()?);
+                        match direction {
+                            "forward" => softmax::forward_into(&options, &x, &mut o),
+                            "backward" => softmax::backward_into(&options, &x, &grad, &mut o),
+                            _ => softmax::backward_from_input_into(&options, &x, &grad, &mut o),
+                        }
+                    })?;
+                }
+            }
+        }
     }
     Ok(())
 }
