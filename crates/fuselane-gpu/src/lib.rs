@@ -15,3 +15,8 @@ pub use device::{Device, Tuning};
 pub use ops::act;
 pub use ops::softmax;
 pub use tensor::Tensor;
+
+/// The examples of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
