@@ -759,34 +759,13 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
         let scales = scales::<N>(&all, plan);
         if inside {
             write::<E, P, N>(
-                x,
-                grad,
-                o,
-                x_start,
-                grad_start,
-                o_start,
-                x_stride,
-                grad_stride,
-                o_stride,
-                first,
-                end,
-                slices,
-                &scales,
-                plan,
+                x, grad, o, x_start, grad_start, o_start, x_stride, grad_stride, o_stride, first,
+                end, slices, &scales, plan,
             );
         }
     } else {
         let part = walk::<E, P, N>(
-            x,
-            grad,
-            x_start,
-            grad_start,
-            x_stride,
-            grad_stride,
-            first,
-            end,
-            slices,
-            plan,
+            x, grad, x_start, grad_start, x_stride, grad_stride, first, end, slices, plan,
         );
         let all = merged::<N>(&part, &mut shared, tile, plan);
         if comptime!(stage == Stage::Pieces) {
@@ -806,20 +785,8 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
             let scales = scales::<N>(&all, plan);
             if inside {
                 write::<E, P, N>(
-                    x,
-                    grad,
-                    o,
-                    x_start,
-                    grad_start,
-                    o_start,
-                    x_stride,
-                    grad_stride,
-                    o_stride,
-                    first,
-                    end,
-                    slices,
-                    &scales,
-                    plan,
+                    x, grad, o, x_start, grad_start, o_start, x_stride, grad_stride, o_stride,
+                    first, end, slices, &scales, plan,
                 );
             }
         }
@@ -838,7 +805,8 @@ fn softmax_statistics(
 ) {
     let c = unit_number();
     if c < total {
-        let sums = over_pieces::<Const<1>>(pieces, c, total, count, 0usize, 1usize, plan);
+        let sums =
+            over_pieces::<Const<1>>(pieces, c, total, count, 0usize, 1usize, plan);
         max[c] = sums.max.extract(0usize);
         sum[c] = sums.sum.extract(0usize);
     }
@@ -860,7 +828,12 @@ pub fn forward(options: &Softmax, x: &Tensor) -> Result<Tensor> {
 
 /// Writes `dx` from the output `o` of the forward and the gradient that arrives at it; see
 /// [`Softmax::backward_into`].
-pub fn backward_into(options: &Softmax, o: &Tensor, grad: &Tensor, dx: &mut Tensor) -> Result<()> {
+pub fn backward_into(
+    options: &Softmax,
+    o: &Tensor,
+    grad: &Tensor,
+    dx: &mut Tensor,
+) -> Result<()> {
     one_device(NAME, [("o", Some(o)), ("grad", Some(grad)), ("dx", Some(dx))])?;
     let dim = options.check_backward(o.view()?, grad.view()?, dx.view_mut()?)?;
     run(options, Kind::FromOutput, dim, o, grad, dx)
@@ -915,8 +888,7 @@ pub(crate) fn column_statistics(
         if dim + 1 < shape.len() {
             return column_statistics(operator, &x, dim);
         }
-        let (max, sum) =
-            column_statistics(operator, &x.reshape(&[x.shape(), &[1]].concat())?, dim)?;
+        let (max, sum) = column_statistics(operator, &x.reshape(&[x.shape(), &[1]].concat())?, dim)?;
         return Ok((max.reshape(&shape)?, sum.reshape(&shape)?));
     }
     let x = x.permute(&order)?;
@@ -934,7 +906,9 @@ pub(crate) fn column_statistics(
     let total = max.len();
     let grid = Grid::of_units(operator, device, total, largest([Some(&pieces)]))?;
     let [from, to_max, to_sum] = [&pieces, &max, &sum].map(|t| buffer(t, Storage::F32));
-    launch!(device, softmax_statistics, grid, from, to_max, to_sum, total, columns.pieces, plan);
+    launch!(
+        device, softmax_statistics, grid, from, to_max, to_sum, total, columns.pieces, plan
+    );
     Ok((back(&max, &order)?, back(&sum, &order)?))
 }
 
