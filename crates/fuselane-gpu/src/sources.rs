@@ -185,6 +185,7 @@ pub fn sources(language: Language, names: &dyn Fn(&str) -> bool) -> Result<Vec<S
     let mut found = Vec::new();
     let mut texts = HashSet::new();
     let mut taken: HashMap<String, usize> = HashMap::new();
+    let mut faults = Vec::new();
     for kind in devices::of(language) {
         let device = Device::recorder(kind.properties.clone(), kind.target.clone());
         let mut recording = Recording { device, kernels: Vec::new() };
@@ -207,25 +208,27 @@ pub fn sources(language: Language, names: &dyn Fn(&str) -> bool) -> Result<Vec<S
             if !names(&name) {
                 continue;
             }
-            let source = compile(name, &class, &recorded, &kind)?;
-            if texts.insert(source.text.clone()) {
-                found.push(source);
+            match compile(&name, &class, &recorded, &kind) {
+                Ok(source) if texts.insert(source.text.clone()) => found.push(source),
+                Ok(_) => {}
+                Err(reason) => faults.push(format!("{name}: {reason}")),
             }
         }
     }
-    Ok(found)
+    if faults.is_empty() {
+        return Ok(found);
+    }
+    let expected = format!("kernels that {language} can express");
+    Err(Error::new("sources", "kernels", format!("fail:\n{}\n", faults.join("\n")), expected))
 }
 
+/// Gives the reason where there is no source.
 fn compile(
-    name: String,
+    name: &str,
     class: &Class,
     recorded: &Recorded,
     kind: &devices::Kind,
-) -> Result<Source> {
-    let fail = |reason: String| {
-        let expected = format!("a kernel that {} can express", kind.compiler);
-        Err(Error::new("sources", "kernel", format!("{name} fails: {reason}"), expected))
-    };
+) -> std::result::Result<Source, String> {
     // What is wrong with a kernel may show as a panic while it unfolds.
     let compiled = catch_unwind(AssertUnwindSafe(|| {
         let mut definition = recorded.kernel.define();
@@ -235,12 +238,13 @@ fn compile(
         let entry = definition.settings.kernel_name.clone();
         kind.compile(definition).map(|compiled| (compiled, [dim.x, dim.y, dim.z], entry))
     }));
-    let (compiled, cube, entry) = match compiled {
-        Ok(Ok(compiled)) => compiled,
-        Ok(Err(error)) => return fail(error),
-        Err(_) => return fail("it panics while it unfolds".into()),
-    };
+    let (compiled, cube, entry) = compiled.unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+        Err(format!("panics: {}", text.unwrap_or("for no reason given")))
+    })?;
     Ok(Source {
+        name: name.to_owned(),
         operator: class.operator,
         dtype: class.dtype,
         options: class.options.clone(),
@@ -249,6 +253,5 @@ fn compile(
         cube,
         shared: compiled.shared,
         text: compiled.text,
-        name,
     })
 }

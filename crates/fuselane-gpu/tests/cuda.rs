@@ -13,8 +13,11 @@ const ARCHITECTURES: [&str; 2] = ["sm_80", "sm_90a"];
 /// Kernels that go number by number whatever the sizes: copies that change dtype and strides.
 const SCALAR: [&str; 4] = ["widen", "narrow", "widen_packed", "narrow_packed"];
 
+/// All kernels, or those whose names contain the text in `FUSELANE_KERNELS`.
 fn all(language: Language) -> Vec<Source> {
-    sources(language, &|_| true).unwrap_or_else(|error| panic!("{language}: {error}"))
+    let part = std::env::var("FUSELANE_KERNELS").unwrap_or_default();
+    sources(language, &|name| name.contains(&part))
+        .unwrap_or_else(|error| panic!("{language}: {error}"))
 }
 
 #[test]
