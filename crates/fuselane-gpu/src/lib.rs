@@ -2,6 +2,7 @@
 //!
 //! The operators of [`fuselane`], with its options, checks and errors, as CubeCL kernels.
 
+mod angles;
 mod copy;
 mod device;
 mod kernel;
@@ -11,9 +12,9 @@ mod ops;
 pub mod sources;
 mod tensor;
 
+pub use angles::{AngleTable, Angles};
 pub use device::{Device, Tuning};
-pub use ops::act;
-pub use ops::softmax;
+pub use ops::{act, cosine, rotate, softmax};
 pub use tensor::Tensor;
 
 /// The examples of the README.

@@ -401,6 +401,45 @@ impl<'a, const I: usize, const O: usize> Operands<'a, I, O, 0, 0> {
     }
 }
 
+impl<const I: usize, const O: usize, const SI: usize, const SO: usize> Operands<'_, I, O, SI, SO> {
+    /// Checks the shape, dtype and rows of each operand, but not whether they overlap.
+    pub(crate) fn check(&self, operator: &'static str) -> Result<()> {
+        let like = self.like;
+        let (dtype, real) = (like.1.dtype(), like.1.dtype().real());
+        let Some(&len) = like.1.shape().last() else {
+            return Err(Error::new(
+                operator,
+                like.0,
+                "has no dimensions",
+                "at least one (rows run along the last)",
+            ));
+        };
+        for (i, &(name, view)) in self.inputs.iter().enumerate() {
+            if let Some(view) = view {
+                check(operator, &like, name, view, dtype, self.input_len[i].unwrap_or(len))?;
+            }
+        }
+        for (i, (name, view)) in self.outputs.iter().enumerate() {
+            if let Some(view) = view {
+                let len = self.output_len[i].unwrap_or(len);
+                check(operator, &like, name, view.as_view(), dtype, len)?;
+            }
+        }
+        let statistics = self.statistics_len;
+        for &(name, view) in &self.kept {
+            if let Some(view) = view {
+                check(operator, &like, name, view, real, statistics)?;
+            }
+        }
+        for (name, view) in &self.keeps {
+            if let Some(view) = view {
+                check(operator, &like, name, view.as_view(), real, statistics)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 /// Checks one operand against the shape of `like` (last dimension `len`) and `dtype`.
 fn check(
     operator: &'static str,
@@ -485,38 +524,7 @@ impl<'a, const I: usize, const O: usize, const SI: usize, const SO: usize> Rows<
         operator: &'static str,
         operands: Operands<'a, I, O, SI, SO>,
     ) -> Result<Self> {
-        let like = operands.like;
-        let (dtype, real) = (like.1.dtype(), like.1.dtype().real());
-        let Some((&len, outer)) = like.1.shape().split_last() else {
-            return Err(Error::new(
-                operator,
-                like.0,
-                "has no dimensions",
-                "at least one (rows run along the last)",
-            ));
-        };
-        for (i, &(name, view)) in operands.inputs.iter().enumerate() {
-            if let Some(view) = view {
-                check(operator, &like, name, view, dtype, operands.input_len[i].unwrap_or(len))?;
-            }
-        }
-        for (i, (name, view)) in operands.outputs.iter().enumerate() {
-            if let Some(view) = view {
-                let len = operands.output_len[i].unwrap_or(len);
-                check(operator, &like, name, view.as_view(), dtype, len)?;
-            }
-        }
-        let statistics = operands.statistics_len;
-        for &(name, view) in &operands.kept {
-            if let Some(view) = view {
-                check(operator, &like, name, view, real, statistics)?;
-            }
-        }
-        for (name, view) in &operands.keeps {
-            if let Some(view) = view {
-                check(operator, &like, name, view.as_view(), real, statistics)?;
-            }
-        }
+        operands.check(operator)?;
         let mut written = Vec::with_capacity(O + SO);
         for (name, view) in operands.outputs.iter().chain(&operands.keeps) {
             if let Some(view) = view {
@@ -534,10 +542,12 @@ impl<'a, const I: usize, const O: usize, const SI: usize, const SO: usize> Rows<
             Some(view) => operand(view.raw(), &view.as_view()),
             None => Operand::ABSENT,
         };
+        let like = operands.like.1;
+        let outer = &like.shape()[..like.rank() - 1];
         let mut shape = [1; MAX_RANK];
         shape[..outer.len()].copy_from_slice(outer);
         Ok(Self {
-            dtype,
+            dtype: like.dtype(),
             rank: outer.len(),
             shape,
             count: outer.iter().product(),

@@ -1,4 +1,7 @@
 //! One file per operator.
 
 pub mod act;
+pub mod cosine;
+pub mod rotate;
 pub mod softmax;
+mod tokens;

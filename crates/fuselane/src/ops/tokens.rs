@@ -320,7 +320,7 @@ pub(crate) fn check_forward<E: Encoding>(
     // All of it at once: packed sequences are worked on one after the other.
     disjoint(E::OPERATOR, &[("x", Some(x)), call.theta()], &[("o", o.as_view())])?;
     if !x.is_empty() {
-        Rows::new(E::OPERATOR, forward_operands(x, o.reborrow(), width))?;
+        forward_operands(x, o.reborrow(), width).check(E::OPERATOR)?;
     }
     Ok(planned(encoding, dims, split))
 }
@@ -426,7 +426,7 @@ pub(crate) fn check_backward<E: Encoding>(
     if !like.1.is_empty() {
         let dx = gradients.dx.as_mut().map(ViewMut::reborrow);
         let x = gradients.x.filter(|_| needs_x);
-        Rows::new(operator, backward_operands(like, x, grad, dx, width))?;
+        backward_operands(like, x, grad, dx, width).check(operator)?;
     }
     Ok(planned(encoding, dims, split))
 }

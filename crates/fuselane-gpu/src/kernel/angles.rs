@@ -1,0 +1,297 @@
+//! Angles and their sines and cosines.
+
+use cubecl::prelude::*;
+
+use super::storage::{Format, load, unit_number};
+
+/// Where cosines and sines come from, and where tokens stand: what a kernel is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct AngleForm {
+    /// Whether there is a table, instead of frequencies.
+    pub(crate) table: bool,
+    pub(crate) coordinates: Coordinates,
+    /// Axes of a grid, or 1.
+    pub(crate) axes: usize,
+    /// Whether all heads have the same frequencies.
+    pub(crate) shared: bool,
+    /// Whether one frequency serves every angle.
+    pub(crate) single: bool,
+}
+
+/// How the coordinates of a token are found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Coordinates {
+    /// Counted from an offset.
+    Counted,
+    /// By the grid's shape.
+    Grid,
+    /// In a list with one for each token.
+    PerToken,
+    /// In a list with one for each batch entry and token.
+    PerBatch,
+}
+
+/// The numbers that go with an [`AngleForm`].
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct AnglePlace {
+    /// Tokens of the call, and the first of those that this launch works on.
+    pub(crate) tokens: usize,
+    pub(crate) first_token: usize,
+    /// The first tokens of the call, which have coordinate 0.
+    pub(crate) extra_tokens: usize,
+    /// What is added to a counted coordinate.
+    pub(crate) offset: f32,
+    /// Angles on each axis but the last.
+    pub(crate) per_axis: usize,
+    /// Columns of theta, or rows of a table.
+    pub(crate) columns: usize,
+    /// The size of each axis of a grid.
+    pub(crate) grid: Sequence<usize>,
+    /// Of a table's axes: the least coordinate, where the entries begin, and the angles.
+    pub(crate) starts: Sequence<f32>,
+    pub(crate) firsts: Sequence<usize>,
+    pub(crate) widths: Sequence<usize>,
+}
+
+/// Cosines and sines of some angles.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct Turn<N: Size> {
+    pub(crate) cos: Vector<f32, N>,
+    pub(crate) sin: Vector<f32, N>,
+}
+
+/// The coordinate on an axis. `token` counts from the first one of the launch.
+#[cube]
+pub(crate) fn coordinate(
+    coordinates: &[f32],
+    place: &AnglePlace,
+    batch: usize,
+    token: usize,
+    #[comptime] axis: usize,
+    #[comptime] form: AngleForm,
+) -> f32 {
+    let token = token + place.first_token;
+    match comptime!(form.coordinates) {
+        Coordinates::Counted => {
+            // Both are far below 2^24, so that this is exact.
+            let counted = f32::cast_from(u32::cast_from(token))
+                - f32::cast_from(u32::cast_from(place.extra_tokens))
+                + place.offset;
+            select(token < place.extra_tokens, 0.0f32, counted)
+        }
+        Coordinates::Grid => {
+            let extra = token < place.extra_tokens;
+            let mut cell = select(extra, 0usize, token - place.extra_tokens);
+            #[unroll]
+            for i in 0..comptime!(form.axes - 1 - axis) {
+                cell /= *place.grid.index(comptime!(form.axes - 1 - i));
+            }
+            if comptime!(axis > 0) {
+                cell %= *place.grid.index(axis);
+            }
+            f32::cast_from(u32::cast_from(cell))
+        }
+        Coordinates::PerToken => coordinates[token],
+        Coordinates::PerBatch => coordinates[batch * place.tokens + token],
+    }
+}
+
+/// The axis and the coordinate of an angle.
+#[derive(CubeType, Clone, Copy)]
+struct OnAxis {
+    coordinate: f32,
+    /// The angle's number on its axis.
+    column: usize,
+    /// Where the axis's entries of a table begin, of this coordinate and head.
+    entry: usize,
+}
+
+#[cube]
+fn on_axis(
+    coordinates: &[f32],
+    place: &AnglePlace,
+    batch: usize,
+    token: usize,
+    head: usize,
+    angle: usize,
+    #[comptime] form: AngleForm,
+) -> OnAxis {
+    let mut found = coordinate(coordinates, place, batch, token, 0usize, form);
+    let mut column = angle;
+    let mut entry = 0usize;
+    if comptime!(form.table) {
+        entry = table_entry(place, found, head, 0usize);
+    }
+    #[unroll]
+    for axis in 1..comptime!(form.axes) {
+        let from = place.per_axis * axis;
+        if angle >= from {
+            found = coordinate(coordinates, place, batch, token, axis, form);
+            column = angle - from;
+            if comptime!(form.table) {
+                entry = table_entry(place, found, head, axis);
+            }
+        }
+    }
+    OnAxis { coordinate: found, column, entry }
+}
+
+#[cube]
+fn table_entry(place: &AnglePlace, coordinate: f32, head: usize, #[comptime] axis: usize) -> usize {
+    let at = usize::cast_from(u32::cast_from(coordinate - *place.starts.index(axis)));
+    *place.firsts.index(axis) + (at * place.columns + head) * *place.widths.index(axis)
+}
+
+/// The coordinates of vector `slot` of a token's angles.
+#[cube]
+pub(crate) fn coordinates_of<N: Size>(
+    coordinates: &[f32],
+    place: &AnglePlace,
+    batch: usize,
+    token: usize,
+    slot: usize,
+    #[comptime] form: AngleForm,
+) -> Vector<f32, N> {
+    let mut found = Vector::<f32, N>::new(0.0f32);
+    #[unroll]
+    for i in 0..N::value() {
+        let mut here = coordinate(coordinates, place, batch, token, 0usize, form);
+        #[unroll]
+        for axis in 1..comptime!(form.axes) {
+            if slot * N::value() + i >= place.per_axis * axis {
+                here = coordinate(coordinates, place, batch, token, axis, form);
+            }
+        }
+        found.insert(i, here);
+    }
+    found
+}
+
+/// Cosines and sines of vector `slot` of the angles of a token and head.
+///
+/// `theta` is the frequencies, or the cosines of a table, of which `sines` are the sines.
+#[cube]
+pub(crate) fn turn<N: Size>(
+    theta: &[f32],
+    sines: &[f32],
+    coordinates: &[f32],
+    place: &AnglePlace,
+    batch: usize,
+    token: usize,
+    head: usize,
+    slot: usize,
+    #[comptime] form: AngleForm,
+) -> Turn<N> {
+    let mut cos = Vector::<f32, N>::new(0.0f32);
+    let mut sin = Vector::<f32, N>::new(0.0f32);
+    let mut row = head;
+    if comptime!(form.shared) {
+        row = 0usize.runtime();
+    }
+    #[unroll]
+    for i in 0..N::value() {
+        let angle = slot * N::value() + i;
+        let at = on_axis(coordinates, place, batch, token, row, angle, form);
+        if comptime!(form.table) {
+            cos.insert(i, theta[at.entry + at.column]);
+            sin.insert(i, sines[at.entry + at.column]);
+        } else {
+            let mut column = at.column;
+            if comptime!(form.single) {
+                column = 0usize.runtime();
+            }
+            let both = sin_cos(at.coordinate * theta[row * place.columns + column]);
+            cos.insert(i, both.cos);
+            sin.insert(i, both.sin);
+        }
+    }
+    Turn::<N> { cos, sin }
+}
+
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct SinCos {
+    pub(crate) sin: f32,
+    pub(crate) cos: f32,
+}
+
+/// The bits of 2 / pi behind the point.
+const TWO_OVER_PI: [u32; 6] =
+    [0xa2f9_836e, 0x4e44_1529, 0xfc27_57d1, 0xf534_ddc0, 0xdb62_9599, 0x3c43_9041];
+
+/// Sine and cosine, within 1.2e-7 for every finite angle.
+///
+/// An angle of a = m 2^(e - 23) has a 2 / pi quarter turns, of which only the last two bits
+/// before the point and 30 bits behind it count: those are a product of the integer m and the
+/// bits of 2 / pi from e on, in wrapping integer arithmetic, which every device has exactly. What
+/// is left after the nearest quarter is a fraction of a turn that polynomials serve. Angles below
+/// 3 / 4 need no reduction, and keep their relative accuracy.
+#[cube]
+pub(crate) fn sin_cos(angle: f32) -> SinCos {
+    let bits = u32::reinterpret(angle);
+    let magnitude = bits & 0x7fff_ffffu32;
+    let mut left = f32::reinterpret(magnitude);
+    let mut quarter = 0u32;
+    if magnitude >= 0x3f40_0000u32 {
+        let mantissa = (magnitude & 0x007f_ffffu32) | 0x0080_0000u32;
+        // e + 7: the bits that count begin here, after 32 zeros that stand before the point.
+        let from = (magnitude >> 23) - 120u32;
+        let mut first = 0u32;
+        let mut second = comptime!(TWO_OVER_PI[0]).runtime();
+        let mut third = comptime!(TWO_OVER_PI[1]).runtime();
+        // Only angles of 2^25 and more.
+        if from >= 32u32 {
+            first = comptime!(TWO_OVER_PI[0]).runtime();
+            second = comptime!(TWO_OVER_PI[1]).runtime();
+            third = comptime!(TWO_OVER_PI[2]).runtime();
+            #[unroll]
+            for k in 2..5usize {
+                if from >= comptime!(32 * k as u32) {
+                    first = comptime!(TWO_OVER_PI[k - 1]).runtime();
+                    second = comptime!(TWO_OVER_PI[k]).runtime();
+                    third = comptime!(TWO_OVER_PI[k + 1]).runtime();
+                }
+            }
+        }
+        let shift = from & 31u32;
+        if shift > 0u32 {
+            first = (first << shift) | (second >> (32u32 - shift));
+            second = (second << shift) | (third >> (32u32 - shift));
+        }
+        let turned = mantissa * first + mantissa.mul_hi(second);
+        quarter = (turned + 0x2000_0000u32) >> 30u32;
+        let rest = i32::reinterpret(turned - (quarter << 30u32));
+        // pi / 2 by 2^30.
+        left = f32::cast_from(rest) * 1.462_918_1e-9f32;
+    }
+    let square = left * left;
+    let mut sine = -0.000_194_841_46f32 * square + 0.008_331_925f32;
+    sine = sine * square - 0.166_666_51f32;
+    sine = left * square * sine + left;
+    let mut cosine = 2.439_365e-5f32 * square - 0.001_388_695_9f32;
+    cosine = cosine * square + 0.041_666_638f32;
+    cosine = cosine * square - 0.5f32;
+    cosine = cosine * square + 1.0f32;
+    let odd = (quarter & 1u32) == 1u32;
+    let mut sin = select(odd, cosine, sine);
+    let mut cos = select(odd, sine, cosine);
+    let behind = (quarter & 2u32) == 2u32;
+    let negative = bits != magnitude;
+    sin = select(behind != negative, -sin, sin);
+    cos = select(odd != behind, -cos, cos);
+    // Of an infinity or a NaN: NaN.
+    let finite = magnitude < 0x7f80_0000u32;
+    let nan = f32::reinterpret(magnitude | 0x7fc0_0000u32);
+    SinCos { sin: select(finite, sin, nan), cos: select(finite, cos, nan) }
+}
+
+/// For tests: sines and cosines of angles, one after the other.
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
+pub(crate) fn sines_and_cosines(angles: &[Vector<f32, Const<1>>], results: &mut [f32]) {
+    let i = unit_number();
+    if i < angles.len() {
+        let angle = load::<f32, Const<1>, Const<1>>(angles, i, Format::Native).extract(0usize);
+        let both = sin_cos(angle);
+        results[2usize * i] = both.sin;
+        results[2usize * i + 1usize] = both.cos;
+    }
+}
