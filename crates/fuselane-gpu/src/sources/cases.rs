@@ -3,10 +3,14 @@
 //! Sizes of two kinds: those that all vectors divide, and odd ones. Memory of one kind mostly,
 //! without gaps.
 
-use fuselane::{Act, DType, Result, Softmax};
+use fuselane::{
+    Act, Cosine, DType, FusedAct, Pairing, Partial, Positions, Result, Rotate, Softmax, View,
+};
 
 use super::{Class, Recording};
-use crate::{Device, Tensor, act, softmax};
+use crate::cosine::CosineBackward;
+use crate::rotate::RotateBackward;
+use crate::{AngleTable, Angles, Device, Tensor, act, cosine, rotate, softmax};
 
 /// The dtypes of GPUs.
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -15,7 +19,9 @@ const WIDE: [bool; 2] = [true, false];
 
 pub(super) fn all(recording: &mut Recording) -> Result<()> {
     act_cases(recording)?;
-    softmax_cases(recording)
+    softmax_cases(recording)?;
+    rotate_cases(recording)?;
+    cosine_cases(recording)
 }
 
 /// `class` with its sizes in words.
@@ -97,6 +103,147 @@ fn softmax_cases(recording: &mut Recording) -> Result<()> {
                         }
                     })?;
                 }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Activations before an encoding, which differ in how they are computed.
+const FUSED: [(&str, FusedAct); 3] = [
+    ("silu", FusedAct::Elementwise(Act::Silu)),
+    ("softmax of features", FusedAct::SoftmaxFeatures),
+    ("softmax of sequence", FusedAct::SoftmaxSequence),
+];
+/// Tokens of an encoded tensor.
+const TOKENS: usize = 64;
+
+/// The angles of a call.
+enum Given {
+    Theta(Tensor),
+    Table(AngleTable),
+}
+
+impl Given {
+    /// For `columns` frequencies, the same for all heads.
+    fn new(device: &Device, columns: usize, table: bool) -> Result<Self> {
+        if !table {
+            return Ok(Self::Theta(device.empty(DType::F32, &[1, columns])?));
+        }
+        let (theta, shape) = (vec![0.5f32; columns], [1, columns]);
+        let theta = View::new(&theta, &shape)?;
+        let table =
+            fuselane::AngleTable::for_sequence(theta, columns, 0..TOKENS as i64, DType::F32)?;
+        Ok(Self::Table(AngleTable::upload(device, &table)?))
+    }
+
+    fn angles(&self) -> Angles<'_> {
+        match self {
+            Self::Theta(theta) => Angles::Theta(theta),
+            Self::Table(table) => Angles::Table(table),
+        }
+    }
+
+    /// Memory for the gradient of theta.
+    fn gradient(&self) -> Result<Option<Tensor>> {
+        match self {
+            Self::Theta(theta) => theta.device().empty(DType::F32, theta.shape()).map(Some),
+            Self::Table(_) => Ok(None),
+        }
+    }
+}
+
+fn rotate_cases(recording: &mut Recording) -> Result<()> {
+    let positions: Vec<i64> = (0..TOKENS as i64).collect();
+    let plain = Rotate::default();
+    // Options, frequencies for 64 pairs, whether they are a table's, and whether they go with odd
+    // sizes.
+    let mut variants = vec![
+        ("plain", plain, 64, false, true),
+        ("table", plain, 64, true, true),
+        ("interleaved", Rotate { pairing: Pairing::Interleaved, ..plain }, 64, false, true),
+        (
+            "positions",
+            Rotate { positions: Positions::PerToken(&positions), ..plain },
+            64,
+            false,
+            true,
+        ),
+        ("sequences", Rotate { sequences: Some(&[0, 16, TOKENS]), ..plain }, 64, false, true),
+        ("grid", Rotate { positions: Positions::Grid(&[8, 8]), ..plain }, 32, false, false),
+        ("partial", Rotate { pairs: Some(16), ..plain }, 16, false, false),
+        (
+            "rotary dim",
+            Rotate { pairs: Some(16), partial: Partial::RotaryDim, ..plain },
+            16,
+            false,
+            false,
+        ),
+    ];
+    for (words, act) in FUSED {
+        variants.push((words, Rotate { act, ..plain }, 64, false, true));
+    }
+    for dtype in DTYPES {
+        for (words, options, columns, table, odd) in &variants {
+            for wide in WIDE.into_iter().filter(|wide| *wide || *odd) {
+                let (features, columns) = if wide { (128, *columns) } else { (6, 3) };
+                let shape = [2, TOKENS, 4, features];
+                let class = class("rotate", dtype, &["rotate", words], wide);
+                let has_act = options.act != FusedAct::default();
+                recording.call(&class, |device| {
+                    let given = Given::new(device, columns, *table)?;
+                    let (x, mut o) = (device.empty(dtype, &shape)?, device.empty(dtype, &shape)?);
+                    rotate::forward_into(options, &x, given.angles(), &mut o)
+                })?;
+                recording.call(&class, |device| {
+                    let given = Given::new(device, columns, *table)?;
+                    let (x, grad) = (device.empty(dtype, &shape)?, device.empty(dtype, &shape)?);
+                    let (mut dx, mut dtheta) = (device.empty(dtype, &shape)?, given.gradient()?);
+                    let x = (has_act || dtheta.is_some()).then_some(&x);
+                    let (angles, dtheta) = (given.angles(), dtheta.as_mut());
+                    let call = RotateBackward { x, grad: &grad, angles, dx: Some(&mut dx), dtheta };
+                    rotate::backward_into(options, call)
+                })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn cosine_cases(recording: &mut Recording) -> Result<()> {
+    let plain = Cosine::default();
+    // Options, axes of a grid, whether the angles are a table's, and whether they go with odd
+    // sizes.
+    let mut variants = vec![
+        ("plain", plain, 1, false, true),
+        ("table", plain, 1, true, true),
+        ("grid", Cosine { positions: Positions::Grid(&[8, 8]), ..plain }, 2, false, false),
+    ];
+    for (words, act) in FUSED {
+        variants.push((words, Cosine { act, ..plain }, 1, false, true));
+    }
+    for dtype in DTYPES {
+        for (words, options, axes, table, odd) in &variants {
+            for wide in WIDE.into_iter().filter(|wide| *wide || *odd) {
+                let features = if wide { 128 } else { 5 };
+                let columns = features / axes;
+                let (shape, twice) = ([2, 4, TOKENS, features], [2, 4, TOKENS, 2 * features]);
+                let class = class("cosine", dtype, &["cosine", words], wide);
+                let has_act = options.act != FusedAct::default();
+                recording.call(&class, |device| {
+                    let given = Given::new(device, columns, *table)?;
+                    let (x, mut o) = (device.empty(dtype, &shape)?, device.empty(dtype, &twice)?);
+                    cosine::forward_into(options, &x, given.angles(), &mut o)
+                })?;
+                recording.call(&class, |device| {
+                    let given = Given::new(device, columns, *table)?;
+                    let (x, grad) = (device.empty(dtype, &shape)?, device.empty(dtype, &twice)?);
+                    let (mut dx, mut dtheta) = (device.empty(dtype, &shape)?, given.gradient()?);
+                    let x = (has_act || dtheta.is_some()).then_some(&x);
+                    let (angles, dtheta) = (given.angles(), dtheta.as_mut());
+                    let call = CosineBackward { x, grad: &grad, angles, dx: Some(&mut dx), dtheta };
+                    cosine::backward_into(options, call)
+                })?;
             }
         }
     }
