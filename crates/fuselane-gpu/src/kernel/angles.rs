@@ -2,8 +2,6 @@
 
 use cubecl::prelude::*;
 
-use super::storage::{Format, load, unit_number};
-
 /// Where cosines and sines come from, and where tokens stand: what a kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct AngleForm {
@@ -284,14 +282,52 @@ pub(crate) fn sin_cos(angle: f32) -> SinCos {
     SinCos { sin: select(finite, sin, nan), cos: select(finite, cos, nan) }
 }
 
-/// For tests: sines and cosines of angles, one after the other.
-#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
-pub(crate) fn sines_and_cosines(angles: &[Vector<f32, Const<1>>], results: &mut [f32]) {
-    let i = unit_number();
-    if i < angles.len() {
-        let angle = load::<f32, Const<1>, Const<1>>(angles, i, Format::Native).extract(0usize);
-        let both = sin_cos(angle);
-        results[2usize * i] = both.sin;
-        results[2usize * i + 1usize] = both.cos;
+#[cfg(all(test, feature = "wgpu"))]
+mod tests {
+    use super::*;
+    use crate::Device;
+    use crate::kernel::storage::unit_number;
+    use crate::launch::{Grid, Storage, buffer, launch};
+    use fuselane::{DType, View};
+
+    #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
+    fn sines_and_cosines(angles: &[f32], results: &mut [f32], len: usize) {
+        let i = unit_number();
+        if i < len {
+            let both = sin_cos(angles[i]);
+            results[2usize * i] = both.sin;
+            results[2usize * i + 1usize] = both.cos;
+        }
+    }
+
+    /// Angles of all magnitudes, with those near multiples of a quarter turn among them.
+    #[test]
+    fn sines_and_cosines_are_right_everywhere() {
+        let spread = (0..1 << 16).map(|i: u32| f32::from_bits(i * 65_521));
+        let near = (0..1 << 15).map(|i| (f64::from(i) * std::f64::consts::FRAC_PI_2) as f32);
+        let small = (0..1 << 15).map(|i| i as f32 * 1e-3);
+        let angles: Vec<f32> = spread.chain(near).chain(small).collect();
+        let device = Device::open().expect("a device");
+        let len = angles.len();
+        let there = device.upload(View::new(&angles, &[len]).expect("dense")).expect("memory");
+        let results = device.empty(DType::F32, &[2 * len]).expect("memory");
+        let grid = Grid::of_units("test", &device, len, 2 * len).expect("a grid");
+        let [from, to] = [&there, &results].map(|tensor| buffer(tensor, Storage::F32));
+        launch!(&device, sines_and_cosines, grid, from, to, len);
+        let results = results.download::<f32>().expect("results");
+        let mut worst = 0.0f64;
+        for (&angle, both) in angles.iter().zip(results.chunks(2)) {
+            let exact = f64::from(angle);
+            if !angle.is_finite() {
+                assert!(both.iter().all(|number| number.is_nan()), "of {angle}");
+                continue;
+            }
+            for (got, want) in both.iter().zip([exact.sin(), exact.cos()]) {
+                let error = (f64::from(*got) - want).abs();
+                assert!(error < 1.2e-7, "{got} where {want} is right, of {angle}");
+                worst = worst.max(error);
+            }
+        }
+        println!("worst error {worst:e}");
     }
 }

@@ -8,6 +8,9 @@
 //!   leaves no room for a fraction: compilers may take the latter for x + c - c.
 //! - **The error of a product** comes from halves of its factors ([`two_product`]), cut by their
 //!   bits. It is right whether products and sums are fused or not, some or all of them.
+//! - **Where a rounding matters**, what was rounded goes through [`opaque`]. Shading languages have
+//!   no word for it, and compilers otherwise take x + c - x for c, and (x y) 2^-64 for
+//!   (2^-64 x) y, which is denormal or nothing.
 //! - **NaN and infinities are looked for by their bits**, since compilers may assume that
 //!   comparisons and sums never meet them; see [`nan_of_nan`] and its like.
 //!
@@ -196,7 +199,7 @@ fn pull_back_of(x: f32, grad: f32, #[comptime] act: Act, #[comptime] short: bool
         Act::ReluSquared => {
             // The product is doubled last: twice x or twice the gradient may overflow where the
             // result does not.
-            let half = grad * x;
+            let half = opaque(grad * x);
             select(x <= 0.0f32, 0.0f32, half + half)
         }
         _ => grad * slope_of(x, act, short),
@@ -226,7 +229,7 @@ pub(crate) fn ln_of(x: f32) -> f32 {
     let low = 0x3f35_04f4u32;
     let exponent = (bits - low) >> 23;
     let m = f32::reinterpret(((bits - low) & 0x007f_ffffu32) + low);
-    // Below 1 the difference wrapped around: the sign is in bit 8.
+    // Below √½ the difference wrapped around.
     let k = f32::cast_from(i32::cast_from(exponent) - select(exponent > 255u32, 512i32, 0i32));
     let ln = k * LN2_HIGH + (k * LN2_LOW + ln_1p(m - 1.0f32));
     select(bits >= comptime!(INFINITY), x, ln)
@@ -275,6 +278,15 @@ fn with_sign_of(x: f32, y: f32) -> f32 {
     f32::reinterpret(u32::reinterpret(y) | (u32::reinterpret(x) & comptime!(SIGN)))
 }
 
+/// x, of which no compiler knows where it comes from.
+///
+/// Launches count cubes in two dimensions at most ([`crate::launch::Grid`]), so that the third
+/// position is 0, which is known on the device only.
+#[cube]
+fn opaque(x: f32) -> f32 {
+    f32::reinterpret(u32::reinterpret(x) ^ CUBE_POS_Z)
+}
+
 /// The upper 12 bits of x.
 #[cube]
 fn upper(x: f32) -> f32 {
@@ -284,7 +296,7 @@ fn upper(x: f32) -> f32 {
 /// a * b, and its error, to 2^-35 of it.
 #[cube]
 fn two_product(a: f32, b: f32) -> (f32, f32) {
-    let product = a * b;
+    let product = opaque(a * b);
     let (a_high, b_high) = (upper(a), upper(b));
     let (a_low, b_low) = (a - a_high, b - b_high);
     let error = a_low * b_low + (a_low * b_high + (a_high * b_low + (a_high * b_high - product)));
@@ -347,7 +359,7 @@ fn exact_exp(x: f32) -> f32 {
         * r
         + 1.0f32;
     let root = power_of_two(i32::cast_from(n));
-    nan_of_nan(x, fraction * root * root)
+    nan_of_nan(x, opaque(fraction * root) * root)
 }
 
 /// e^x as a product of two numbers, of which the first is not denormal where the second is not 1.
@@ -434,7 +446,7 @@ fn silu_and_slope(x: f32, #[comptime] short: bool) -> (f32, f32) {
 /// the divisor would overflow in the tail.
 #[cube]
 fn gated(x: f32, kept: f32, most: f32, power: &Power) -> f32 {
-    let y = kept / (fraction(power) * power.scale + DOWN) * DOWN;
+    let y = opaque(kept / (fraction(power) * power.scale + DOWN)) * DOWN;
     nan_of_nan_and_minus_infinity(x, select(x > most, x, y))
 }
 
@@ -447,10 +459,10 @@ fn gated_and_slope(x: f32, kept: f32, most: f32, reach: f32, power: &Power) -> (
     let lowered = comptime!(1.0 / (1u64 << 48) as f32);
     let e = fraction(power) * power.scale;
     let s = comptime!(1.0 / 65536.0f32) / (e + DOWN);
-    let value = select(x > most, x, kept * s * lowered);
+    let value = select(x > most, x, opaque(kept * s) * lowered);
     let complement = e * s; // 2^-16 (1 - s)
     let bracket = reach * complement * 65536.0f32 + 1.0f32;
-    let slope = s * bracket * lowered;
+    let slope = opaque(s * bracket) * lowered;
     (nan_of_nan_and_minus_infinity(x, value), nan_unless_finite(x, slope))
 }
 
@@ -506,7 +518,7 @@ fn gelu_parts(x: f32) -> (f32, f32, f32, f32) {
 #[cube]
 fn gelu(x: f32) -> f32 {
     let (a, e, p, q) = gelu_parts(x);
-    let y = select(x < 0.0f32, 0.0f32, x) - a * e * p / q * DOWN;
+    let y = select(x < 0.0f32, 0.0f32, x) - opaque(a * e * p / q) * DOWN;
     nan_of_nan_and_minus_infinity(x, y)
 }
 
@@ -514,9 +526,9 @@ fn gelu(x: f32) -> f32 {
 fn gelu_and_slope(x: f32) -> (f32, f32) {
     let (a, e, p, q) = gelu_parts(x);
     let ratio = p / q;
-    let value = select(x < 0.0f32, 0.0f32, x) - a * e * ratio * DOWN;
+    let value = select(x < 0.0f32, 0.0f32, x) - opaque(a * e * ratio) * DOWN;
     // The slope at -a; that at a is what it lacks to 1.
-    let below = (ratio - a * 0.398_942_28f32) * e * DOWN;
+    let below = opaque((ratio - a * 0.398_942_28f32) * e) * DOWN;
     let slope = select(x < 0.0f32, below, 1.0f32 - below);
     (nan_of_nan_and_minus_infinity(x, value), nan_unless_finite(x, slope))
 }
@@ -532,7 +544,7 @@ fn gelu_tanh_parts(x: f32) -> (f32, Power, f32) {
     let kept = at_least(at_most(x, 7.0f32), -11.0f32);
     let (square, square_low) = two_product(kept, kept);
     let (g, g_low) = two_product(square, TANH_KC);
-    let b = TANH_K + g;
+    let b = opaque(TANH_K + g);
     let b_low = ((TANH_K - b) + g)
         + (g_low + (square_low * TANH_KC + (square * TANH_KC_LOW + TANH_K_LOW)));
     let (v, v_low) = two_product(kept, b);
@@ -556,7 +568,7 @@ fn gelu_tanh_and_slope(x: f32) -> (f32, f32) {
 #[cube]
 fn softplus(x: f32) -> f32 {
     let power = power_of_minus(at_most(x.abs(), 104.0f32), 0.0f32, 64);
-    let z = fraction(&power) * power.scale * DOWN;
+    let z = opaque(fraction(&power) * power.scale) * DOWN;
     nan_of_nan(x, ln_1p(z) + select(x < 0.0f32, 0.0f32, x))
 }
 

@@ -219,7 +219,8 @@ fn walk<E: Numeric, P: Size, N: Size>(
     step: usize,
     #[comptime] plan: Plan,
 ) -> Sums<N> {
-    let count = comptime!(chunk(N::value()));
+    let lanes = N::value();
+    let count = comptime!(chunk(lanes));
     let mut max = Vector::<f32, N>::new(LEAST);
     let mut shift = Vector::<f32, N>::new(LEAST);
     let mut sum = Vector::<f32, N>::new(0.0f32);
@@ -518,7 +519,8 @@ fn write<E: Numeric, P: Size, N: Size>(
     scales: &Scales<N>,
     #[comptime] plan: Plan,
 ) {
-    let count = comptime!(chunk(N::value()));
+    let lanes = N::value();
+    let count = comptime!(chunk(lanes));
     let mut xs = Array::<Vector<f32, N>>::new(comptime!(count));
     let mut grads = Array::<Vector<f32, N>>::new(comptime!(count));
     let mut at = first;
@@ -737,7 +739,8 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
     #[comptime] tile: Tile,
     #[comptime] plan: Plan,
 ) {
-    let mut shared = Shared::<[f32]>::new_slice(comptime!(tile.units() * N::value()));
+    let lanes = N::value();
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(tile.units() * lanes));
     let columns = comptime!(tile.columns as usize);
     let tiles = total.div_ceil(columns);
     let piece = cube_number() / tiles;
