@@ -14,7 +14,7 @@ mod tensor;
 
 pub use angles::{AngleTable, Angles};
 pub use device::{Device, Tuning};
-pub use ops::{act, cosine, rotate, softmax};
+pub use ops::{act, cosine, normalize, rotate, softmax};
 pub use tensor::Tensor;
 
 /// The examples of the README.

@@ -280,10 +280,14 @@ fn with_sign_of(x: f32, y: f32) -> f32 {
 
 /// x, of which no compiler knows where it comes from.
 ///
+/// Besides the above, a compiler may take n a + (n b + c) for n (a + b) + c, which is what splitting
+/// a constant in two is there to avoid. CubeCL itself, and the driver after it, fuse products and
+/// sums; that does no harm.
+///
 /// Launches count cubes in two dimensions at most ([`crate::launch::Grid`]), so that the third
 /// position is 0, which is known on the device only.
 #[cube]
-fn opaque(x: f32) -> f32 {
+pub(crate) fn opaque(x: f32) -> f32 {
     f32::reinterpret(u32::reinterpret(x) ^ CUBE_POS_Z)
 }
 
@@ -295,12 +299,13 @@ fn upper(x: f32) -> f32 {
 
 /// a * b, and its error, to 2^-35 of it.
 #[cube]
-fn two_product(a: f32, b: f32) -> (f32, f32) {
+pub(crate) fn two_product(a: f32, b: f32) -> (f32, f32) {
     let product = opaque(a * b);
     let (a_high, b_high) = (upper(a), upper(b));
     let (a_low, b_low) = (a - a_high, b - b_high);
-    let error = a_low * b_low + (a_low * b_high + (a_high * b_low + (a_high * b_high - product)));
-    (product, error)
+    // Otherwise a_high is taken out of the sum of its two products, and the error with it.
+    let first = opaque(a_high * b_high - product);
+    (product, a_low * b_low + (a_low * b_high + (a_high * b_low + first)))
 }
 
 /// 2^n.
@@ -324,7 +329,7 @@ struct Power {
 fn power_of_minus(u: f32, low: f32, #[comptime] shift: i32) -> Power {
     let n = (u * (-LOG2_E)).round();
     let scale = power_of_two(i32::cast_from(n) + shift);
-    let r = (u + n * LN2_HIGH) + (n * LN2_LOW + low);
+    let r = opaque(u + n * LN2_HIGH) + (n * LN2_LOW + low);
     let q = ((((0.001_387_073_2f32 * r - 0.008_366_277f32) * r + 0.041_667_435f32) * r
         - 0.166_665_46f32)
         * r
@@ -346,7 +351,7 @@ fn fraction(power: &Power) -> f32 {
 fn exact_exp(x: f32) -> f32 {
     let y = at_least(at_most(x, 89.0f32), -104.0f32);
     let n = (y * comptime!(0.5 * LOG2_E)).round();
-    let r = (y - n * comptime!(2.0 * LN2_HIGH)) - n * comptime!(2.0 * LN2_LOW);
+    let r = opaque(y - n * comptime!(2.0 * LN2_HIGH)) - n * comptime!(2.0 * LN2_LOW);
     let fraction = ((((((0.000_196_305_7f32 * r + 0.001_410_553_2f32) * r + 0.008_335_964f32)
         * r
         + 0.041_661_195f32)
@@ -583,4 +588,90 @@ fn ln_1p(z: f32) -> f32 {
     let series = ((0.000_547_006_9f32 * w + 0.002_187_736_6f32) * w + 0.012_506_699f32) * w
         + 0.083_333_02f32;
     v + v * w * series
+}
+
+#[cfg(all(test, any(feature = "wgpu", feature = "vulkan", feature = "cuda", feature = "rocm")))]
+mod tests {
+    use cubecl::prelude::*;
+    use fuselane::reference::ulp;
+    use fuselane::{DType, View};
+
+    use super::{exp_of, ln_of};
+    use crate::Device;
+    use crate::kernel::storage::unit_number;
+    use crate::launch::{Grid, Storage, buffer, launch};
+
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    enum Which {
+        Exp,
+        ShortExp,
+        Ln,
+    }
+
+    #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
+    fn apply(x: &[f32], y: &mut [f32], len: usize, #[comptime] which: Which) {
+        let i = unit_number();
+        if i < len {
+            y[i] = match comptime!(which) {
+                Which::Exp => exp_of(x[i], false),
+                Which::ShortExp => exp_of(x[i], true),
+                Which::Ln => ln_of(x[i]),
+            };
+        }
+    }
+
+    fn evaluate(which: Which, x: &[f32]) -> Vec<f32> {
+        let device = &Device::open().expect("a device");
+        let x = device.upload(View::new(x, &[x.len()]).unwrap()).unwrap();
+        let y = device.empty(DType::F32, x.shape()).unwrap();
+        let grid = Grid::of_units("test", device, x.len(), x.len()).unwrap();
+        let [x_there, y_there] = [&x, &y].map(|tensor| buffer(tensor, Storage::F32));
+        launch!(device, apply, grid, x_there, y_there, x.len(), which);
+        y.download().unwrap()
+    }
+
+    /// The largest error of finite numbers, in ulp.
+    fn worst(which: Which, x: &[f32], truth: fn(f64) -> f64) -> f64 {
+        let mut worst = (0.0, 0.0);
+        for (&x, got) in x.iter().zip(evaluate(which, x)) {
+            let error = ulp::error(DType::F32, got.into(), truth(x.into()));
+            if error > worst.0 || error.is_nan() {
+                worst = (error, x);
+            }
+        }
+        println!("{which:?}: {:.3} ulp at {:e}", worst.0, worst.1);
+        worst.0
+    }
+
+    fn between(low: f32, high: f32, step: usize) -> impl Iterator<Item = f32> {
+        (low.to_bits()..high.to_bits()).step_by(step).map(f32::from_bits)
+    }
+
+    #[test]
+    fn exponentials() {
+        let mut x: Vec<f32> = between(1e-6, 88.7, 601).flat_map(|x| [x, -x]).collect();
+        x.extend(between(86.0, 104.5, 97).map(|x| -x));
+        assert!(worst(Which::Exp, &x, f64::exp) <= 2.3);
+        // 2^-13.5 is what is stored in f16; where results are denormal, that and a half ulp.
+        let of_f16 = |x: f32| half::f16::from_f32(x).to_f32();
+        let x: Vec<f32> = x.into_iter().map(of_f16).collect();
+        assert!(worst(Which::ShortExp, &x, f64::exp) <= 2f64.powi(24) / 2f64.powf(13.5));
+        for which in [Which::Exp, Which::ShortExp] {
+            let ends = [f32::NEG_INFINITY, -1e30, -200.0, -0.0, 0.0, 89.0, 1e30, f32::INFINITY];
+            let infinity = f32::INFINITY;
+            let want = [0.0, 0.0, 0.0, 1.0, 1.0, infinity, infinity, infinity];
+            assert_eq!(evaluate(which, &ends), want);
+            assert!(evaluate(which, &[f32::NAN])[0].is_nan());
+        }
+    }
+
+    #[test]
+    fn logarithms() {
+        let x: Vec<f32> = between(1.0, 4.0, 7).chain(between(4.0, f32::MAX, 601)).collect();
+        assert!(worst(Which::Ln, &x, f64::ln) <= 2.0);
+        let x: Vec<f32> = between(f32::MIN_POSITIVE, 1.0, 601).collect();
+        assert!(worst(Which::Ln, &x, f64::ln) <= 2.0);
+        assert_eq!(evaluate(Which::Ln, &[1.0, f32::INFINITY]), [0.0, f32::INFINITY]);
+        assert!(evaluate(Which::Ln, &[f32::NAN])[0].is_nan());
+    }
 }

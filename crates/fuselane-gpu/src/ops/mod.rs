@@ -2,6 +2,7 @@
 
 pub mod act;
 pub mod cosine;
+pub mod normalize;
 pub mod rotate;
 pub mod softmax;
 mod tokens;

@@ -4,13 +4,15 @@
 //! without gaps.
 
 use fuselane::{
-    Act, Cosine, DType, FusedAct, Pairing, Partial, Positions, Result, Rotate, Softmax, View,
+    Act, Cosine, DType, FusedAct, GatePosition, Normalize, Pairing, Partial, Positions, Result,
+    Rotate, Softmax, View,
 };
 
 use super::{Class, Recording};
 use crate::cosine::CosineBackward;
+use crate::normalize::{NormalizeBackward, NormalizeForward, Residual};
 use crate::rotate::RotateBackward;
-use crate::{AngleTable, Angles, Device, Tensor, act, cosine, rotate, softmax};
+use crate::{AngleTable, Angles, Device, Tensor, act, cosine, normalize, rotate, softmax};
 
 /// The dtypes of GPUs.
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -20,6 +22,7 @@ const WIDE: [bool; 2] = [true, false];
 pub(super) fn all(recording: &mut Recording) -> Result<()> {
     act_cases(recording)?;
     softmax_cases(recording)?;
+    normalize_cases(recording)?;
     rotate_cases(recording)?;
     cosine_cases(recording)
 }
@@ -243,6 +246,110 @@ fn cosine_cases(recording: &mut Recording) -> Result<()> {
                     let (angles, dtheta) = (given.angles(), dtheta.as_mut());
                     let call = CosineBackward { x, grad: &grad, angles, dx: Some(&mut dx), dtheta };
                     cosine::backward_into(options, call)
+                })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn normalize_cases(recording: &mut Recording) -> Result<()> {
+    struct Variant {
+        words: &'static str,
+        options: Normalize,
+        weight: bool,
+        bias: bool,
+        residual: bool,
+        gate: bool,
+    }
+    let plain = |words, options| {
+        let (weight, bias, residual, gate) = (true, false, false, false);
+        Variant { words, options, weight, bias, residual, gate }
+    };
+    let gated =
+        |gate_position, gate_act| Normalize { gate_position, gate_act, ..Normalize::rms_norm() };
+    let layer = Normalize { gate_position: GatePosition::Post, ..Normalize::layer_norm() };
+    let variants = [
+        plain("rms", Normalize::rms_norm()),
+        Variant { weight: false, ..plain("srms", Normalize::srms_norm()) },
+        Variant { bias: true, ..plain("layer", Normalize::layer_norm()) },
+        Variant { residual: true, ..plain("rms, residual", Normalize::rms_norm()) },
+        Variant { gate: true, ..plain("rms, gate", gated(GatePosition::Pre, Act::Sigmoid)) },
+        Variant {
+            gate: true,
+            ..plain("rms, silu gate after", gated(GatePosition::Post, Act::Silu))
+        },
+        Variant { bias: true, residual: true, gate: true, ..plain("layer, all", layer) },
+    ];
+    // Rows that a part of a plane, a cube, and only a second reading can hold; and one in groups.
+    const SIZES: [(&str, [usize; 2], usize, bool); 5] = [
+        ("row of 64", [64, 64], 1, true),
+        ("row of 4096", [16, 4096], 1, true),
+        ("row of 262144", [2, 262_144], 1, true),
+        ("groups of 128", [16, 4096], 32, true),
+        ("row of 33", [7, 33], 1, false),
+    ];
+    for dtype in DTYPES {
+        for variant in &variants {
+            for (size, shape, groups, wide) in SIZES {
+                let Variant { words, options, weight, bias, residual, gate } = *variant;
+                let options = Normalize { groups, ..options };
+                let tensors = |device: &Device, given: bool, shape: &[usize], dtype| {
+                    given.then(|| device.empty(dtype, shape)).transpose()
+                };
+                let class = Class { wide, ..class("normalize", dtype, &[words, size], true) };
+                recording.call(&class, |device| {
+                    let like_x = |given| tensors(device, given, &shape, dtype);
+                    let parameter = |given| tensors(device, given, &shape[1..], dtype);
+                    let kept = |given| tensors(device, given, &[shape[0], groups], DType::F32);
+                    let (x, mut o) = (device.empty(dtype, &shape)?, device.empty(dtype, &shape)?);
+                    let (weight, bias, gate) =
+                        (parameter(weight)?, parameter(bias)?, like_x(gate)?);
+                    let (added, mut sum) = (like_x(residual)?, like_x(residual)?);
+                    let (mut rstd, mut mean) = (kept(true)?, kept(options.center)?);
+                    let residual = match (&added, &mut sum) {
+                        (Some(added), Some(sum)) => Residual::AddInto(added, sum),
+                        _ => Residual::None,
+                    };
+                    normalize::forward_into(
+                        &options,
+                        NormalizeForward {
+                            weight: weight.as_ref(),
+                            bias: bias.as_ref(),
+                            gate: gate.as_ref(),
+                            residual,
+                            rstd: rstd.as_mut(),
+                            mean: mean.as_mut(),
+                            ..NormalizeForward::new(&x, &mut o)
+                        },
+                    )
+                })?;
+                recording.call(&class, |device| {
+                    let like_x = |given| tensors(device, given, &shape, dtype);
+                    let parameter = |given| tensors(device, given, &shape[1..], dtype);
+                    let kept = |given| tensors(device, given, &[shape[0], groups], DType::F32);
+                    let (grad, x) = (device.empty(dtype, &shape)?, device.empty(dtype, &shape)?);
+                    let rstd = device.empty(DType::F32, &[shape[0], groups])?;
+                    let (given_weight, given_bias, given_gate) =
+                        (parameter(weight)?, parameter(bias)?, like_x(gate)?);
+                    let (mean, arriving) = (kept(options.center)?, like_x(residual)?);
+                    let (mut dx, mut dgate) = (like_x(true)?, like_x(gate)?);
+                    let (mut dweight, mut dbias) = (parameter(weight)?, parameter(bias)?);
+                    normalize::backward_into(
+                        &options,
+                        NormalizeBackward {
+                            gate: given_gate.as_ref(),
+                            weight: given_weight.as_ref(),
+                            bias: given_bias.as_ref(),
+                            mean: mean.as_ref(),
+                            grad_residual_out: arriving.as_ref(),
+                            dx: dx.as_mut(),
+                            dgate: dgate.as_mut(),
+                            dweight: dweight.as_mut(),
+                            dbias: dbias.as_mut(),
+                            ..NormalizeBackward::new(&grad, &x, &rstd)
+                        },
+                    )
                 })?;
             }
         }
