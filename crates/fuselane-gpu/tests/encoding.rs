@@ -144,8 +144,12 @@ impl Backend for CheckBackend {
         dx.finish()
     }
 
-    fn normalize_forward(&self, _: &Normalize, _: NormalizeForward<'_>) -> Result<()> { unreachable!() }
-    fn normalize_backward(&self, _: &Normalize, _: NormalizeBackward<'_>) -> Result<()> { unreachable!() }
+    fn normalize_forward(&self, _: &Normalize, _: NormalizeForward<'_>) -> Result<()> {
+        unreachable!()
+    }
+    fn normalize_backward(&self, _: &Normalize, _: NormalizeBackward<'_>) -> Result<()> {
+        unreachable!()
+    }
     fn rotate_forward(
         &self,
         options: &Rotate<'_>,
@@ -212,15 +216,24 @@ use fuselane_gpu::Tuning;
 fn check(operator: Operator, dtype: DType, every: usize, tuning: Tuning) {
     let device = Device::open().unwrap().tuned(tuning);
     let backend = CheckBackend::new(device);
-    let selection = Selection { operators: vec![operator], dtypes: vec![dtype], effort: Effort::Every(every), ..Selection::default() };
+    let selection = Selection {
+        operators: vec![operator],
+        dtypes: vec![dtype],
+        effort: Effort::Every(every),
+        ..Selection::default()
+    };
     let start = std::time::Instant::now();
     let mut total = 0;
     let outcomes = run_on(&selection, &[&backend], &mut |p| total = p.total);
     println!("{operator} {dtype} {tuning:?}: {total} cases {:?}", start.elapsed());
     for o in &outcomes {
-        println!("{:9} {:18} {:5} {:9.4} {:9.4} need {:9.3} K {:6} {:8} {}", o.operator, o.output, o.dtype, o.worst, o.bound, o.needed, o.k, o.compared, o.case);
+        println!(
+            "{:9} {:18} {:5} {:9.4} {:9.4} need {:9.3} K {:6} {:8} {}",
+            o.operator, o.output, o.dtype, o.worst, o.bound, o.needed, o.k, o.compared, o.case
+        );
     }
-    let broken: Vec<String> = outcomes.iter().filter(|o| !o.ok()).map(ToString::to_string).collect();
+    let broken: Vec<String> =
+        outcomes.iter().filter(|o| !o.ok()).map(ToString::to_string).collect();
     assert!(broken.is_empty(), "{}", broken.join("\n"));
 }
 fn all(operator: Operator) {
@@ -232,5 +245,11 @@ fn all(operator: Operator) {
     check(operator, DType::F32, every, Tuning { planes: Some(true), ..Tuning::default() });
     check(operator, DType::F32, every, Tuning { reread: Some(true), ..Tuning::default() });
 }
-#[test] fn rotate_matrix() { all(Operator::Rotate); }
-#[test] fn cosine_matrix() { all(Operator::Cosine); }
+#[test]
+fn rotate_matrix() {
+    all(Operator::Rotate);
+}
+#[test]
+fn cosine_matrix() {
+    all(Operator::Cosine);
+}

@@ -1,5 +1,6 @@
 //! The option matrix of each operator on the GPU that there is, against the reference, within the
-//! bounds of the CPU's kernels.
+//! bounds of the CPU's kernels, down to the last denormal number. (Devices that flush those to zero
+//! would break the bounds there; lavapipe does not.)
 #![cfg(any(feature = "wgpu", feature = "vulkan", feature = "cuda", feature = "rocm"))]
 
 mod support;

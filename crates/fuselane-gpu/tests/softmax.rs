@@ -1,7 +1,8 @@
 //! Softmax and its gradients against the reference, in every way that the launch layer has.
 #![cfg(any(feature = "wgpu", feature = "vulkan", feature = "cuda", feature = "rocm"))]
 
-use fuselane::reference::{self, Random, ulp};
+use fuselane::reference::ulp::ulp;
+use fuselane::reference::{self, Random};
 use fuselane::{
     Act, Angles, Cosine, CosineBackward, DType, Element, Error, Normalize, NormalizeBackward,
     NormalizeForward, Result, Rotate, RotateBackward, Softmax, View, ViewMut,
@@ -121,22 +122,23 @@ fn device() -> Device {
     Device::open().expect("a device")
 }
 
+/// All ways, or the one that `FUSELANE_TUNING` names.
 fn devices() -> Vec<(&'static str, Device)> {
-    let device = device();
-    TUNINGS.map(|(name, tuning)| (name, device.tuned(tuning))).to_vec()
+    let (device, only) = (device(), std::env::var("FUSELANE_TUNING").ok());
+    let tunings = TUNINGS.into_iter().filter(|(name, _)| only.as_ref().is_none_or(|o| o == name));
+    tunings.map(|(name, tuning)| (name, device.tuned(tuning))).collect()
 }
 
 /// All of the matrix with `FUSELANE_CHECK=full`, else a part of it.
 #[test]
 fn matrix() {
     let full = std::env::var("FUSELANE_CHECK").is_ok_and(|effort| effort == "full");
-    let gpus: Vec<Gpu> =
-        devices().into_iter().map(|(name, device)| Gpu { name, device }).collect();
+    let gpus: Vec<Gpu> = devices().into_iter().map(|(name, device)| Gpu { name, device }).collect();
     let backends: Vec<&dyn Backend> = gpus.iter().map(|gpu| gpu as &dyn Backend).collect();
     let selection = Selection {
         operators: vec![Operator::Softmax],
         dtypes: vec![DType::F32, DType::F16, DType::BF16],
-        effort: if full { Effort::Full } else { Effort::Every(23) },
+        effort: if full { Effort::Full } else { Effort::Every(101) },
         ..Selection::default()
     };
     let outcomes = run_on(&selection, &backends, &mut |progress| println!("{progress:?}"));
@@ -209,11 +211,8 @@ fn check(device: &Device, shape: &[usize], order: &[usize], cut: &[usize], dim: 
     };
     let [x, grad] = [&x, &grad].map(|t| device.upload(View::new(t, shape).unwrap()).unwrap());
     let [x, grad] = [view(&x), view(&grad)];
-    let dims = [
-        x.shape()[..dim].iter().product(),
-        x.shape()[dim],
-        x.shape()[dim + 1..].iter().product(),
-    ];
+    let dims =
+        [x.shape()[..dim].iter().product(), x.shape()[dim], x.shape()[dim + 1..].iter().product()];
     for log in [false, true] {
         let options = Softmax { dim: dim as isize, log, zero_masked_rows: false };
         let output = view(&device.empty(DType::F32, shape).unwrap());

@@ -142,9 +142,10 @@ fn neighbours<T: Element>(bits: impl Fn(T) -> u64, tuning: Tuning) {
                 let got_x = x.download::<T>().unwrap();
                 for i in 0..len {
                     let index = [i / 45, i / 9 % 5, i % 9];
-                    let inside = index.iter().zip(part).all(|(&i, (start, len))| {
-                        (start..start + len).contains(&i)
-                    });
+                    let inside = index
+                        .iter()
+                        .zip(part)
+                        .all(|(&i, (start, len))| (start..start + len).contains(&i));
                     let relu = T::from_f64(data[i].to_f64().max(0.0));
                     let want = if inside { relu } else { untouched[i] };
                     assert_eq!(bits(got[i]), bits(want), "{part:?} {order:?} {index:?}");

@@ -550,8 +550,8 @@ fn gelu_tanh_parts(x: f32) -> (f32, Power, f32) {
     let (square, square_low) = two_product(kept, kept);
     let (g, g_low) = two_product(square, TANH_KC);
     let b = opaque(TANH_K + g);
-    let b_low = ((TANH_K - b) + g)
-        + (g_low + (square_low * TANH_KC + (square * TANH_KC_LOW + TANH_K_LOW)));
+    let b_low =
+        ((TANH_K - b) + g) + (g_low + (square_low * TANH_KC + (square * TANH_KC_LOW + TANH_K_LOW)));
     let (v, v_low) = two_product(kept, b);
     (kept, power_of_minus(v, kept * b_low + v_low, -64), square)
 }

@@ -55,7 +55,7 @@ fn sum_rows(
         sync_cube();
         if UNIT_POS_Y < half {
             let other = comptime!((half * tile.columns) as usize);
-            shared[unit] = shared[unit] + shared[unit + other];
+            shared[unit] += shared[unit + other];
         }
     }
     if UNIT_POS_Y == 0u32 && column < columns {

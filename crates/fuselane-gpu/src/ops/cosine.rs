@@ -83,10 +83,7 @@ pub fn backward<'a>(
     }
     let mut dx = grad.device().empty(grad.dtype(), &shape)?;
     let angles = angles.into();
-    backward_into(
-        options,
-        CosineBackward { x, grad, angles, dx: Some(&mut dx), dtheta: None },
-    )?;
+    backward_into(options, CosineBackward { x, grad, angles, dx: Some(&mut dx), dtheta: None })?;
     Ok(dx)
 }
 

@@ -97,7 +97,7 @@ fn gated<E: Numeric, P: Size, N: Size>(
     let mut p = sum;
     if comptime!(inputs.gate == Gate::Pre) {
         let gate = load::<E, P, N>(gate, gate_at, inputs.format);
-        p = p * math::value::<N>(gate, inputs.act, inputs.short);
+        p *= math::value::<N>(gate, inputs.act, inputs.short);
     }
     p
 }
@@ -112,10 +112,10 @@ fn factor_at<N: Size>(
 ) -> Vector<f32, N> {
     let mut factor = Vector::<f32, N>::new(scale);
     if comptime!(kind == Weight::Plain) {
-        factor = factor * weight[at];
+        factor *= weight[at];
     }
     if comptime!(kind == Weight::OnePlus) {
-        factor = factor * (Vector::<f32, N>::new(1.0f32) + weight[at]);
+        factor *= Vector::<f32, N>::new(1.0f32) + weight[at];
     }
     factor
 }
@@ -137,16 +137,17 @@ fn output_of<E: Numeric, P: Size, N: Size>(
 ) -> Vector<f32, N> {
     let mut q = p;
     if comptime!(inputs.center) {
-        q = q - Vector::<f32, N>::new(near) - Vector::<f32, N>::new(rest);
+        q -= Vector::<f32, N>::new(near);
+        q -= Vector::<f32, N>::new(rest);
     }
     let r = q * Vector::<f32, N>::new(rstd);
     let mut o = r * factor_at::<N>(weight, feature, scale, inputs.weight);
     if comptime!(inputs.bias) {
-        o = o + bias[feature];
+        o += bias[feature];
     }
     if comptime!(inputs.gate == Gate::Post) {
         let gate = load::<E, P, N>(gate, gate_at, inputs.format);
-        o = o * math::value::<N>(gate, inputs.act, inputs.short);
+        o *= math::value::<N>(gate, inputs.act, inputs.short);
     }
     o
 }
@@ -202,9 +203,9 @@ fn normalize_forward<E: Numeric, P: Size, N: Size>(
     if comptime!(kind.inputs.gate != Gate::None) {
         gate_at = row_start(gate_place, shape, row) + first;
     }
-    let mut sum_at_ = 0usize;
+    let mut sum_start = 0usize;
     if comptime!(kind.sum) {
-        sum_at_ = row_start(sum_place, shape, row) + first;
+        sum_start = row_start(sum_place, shape, row) + first;
     }
     let zero = Vector::<f32, N>::new(0.0f32);
     let mut p = Array::<Vector<f32, N>>::new(comptime!(kind.kept.max(1)));
@@ -219,7 +220,7 @@ fn normalize_forward<E: Numeric, P: Size, N: Size>(
             if column < end {
                 let s = sum_at::<E, P, N>(x, residual, x_at + column, residual_at + column, inputs);
                 if comptime!(kind.sum) {
-                    store::<E, P, N>(sum, sum_at_ + column, s, format);
+                    store::<E, P, N>(sum, sum_start + column, s, format);
                 }
                 value = gated::<E, P, N>(s, gate, gate_at + column, inputs);
             }
@@ -243,7 +244,8 @@ fn normalize_forward<E: Numeric, P: Size, N: Size>(
                 recent += value * value;
             }
             i += 1usize;
-            if i % CHUNK == 0usize {
+            if i == CHUNK {
+                i = 0usize;
                 total += recent;
                 recent = zero;
             }
@@ -281,7 +283,8 @@ fn normalize_forward<E: Numeric, P: Size, N: Size>(
                 recent += q;
                 recent_squares += q * q;
                 i += 1usize;
-                if i % CHUNK == 0usize {
+                if i == CHUNK {
+                    i = 0usize;
                     total += recent;
                     squares += recent_squares;
                     recent = zero;
@@ -336,7 +339,7 @@ fn normalize_forward<E: Numeric, P: Size, N: Size>(
             let s = sum_at::<E, P, N>(x, residual, x_at + column, residual_at + column, inputs);
             // The sum may overwrite the residual, which is read here for the last time.
             if comptime!(kind.sum) {
-                store::<E, P, N>(sum, sum_at_ + column, s, format);
+                store::<E, P, N>(sum, sum_start + column, s, format);
             }
             let value = gated::<E, P, N>(s, gate, gate_at + column, inputs);
             let y = output_of::<E, P, N>(
@@ -410,13 +413,13 @@ fn q_and_grad<N: Size>(
     let mut q = sum;
     let mut grad1 = grad;
     if comptime!(inputs.gate == Gate::Pre) {
-        q = q * value;
+        q *= value;
     }
     if comptime!(inputs.gate == Gate::Post) {
-        grad1 = grad1 * value;
+        grad1 *= value;
     }
     if comptime!(inputs.center) {
-        q = q - Vector::<f32, N>::new(near);
+        q -= Vector::<f32, N>::new(near);
     }
     (q, grad1)
 }
@@ -490,22 +493,22 @@ fn gradients_of<E: Numeric, P: Size, N: Size>(
     let rstd = Vector::<f32, N>::new(statistics.rstd);
     let mut r = q;
     if comptime!(kind.inputs.center) {
-        r = r - Vector::<f32, N>::new(statistics.rest);
+        r -= Vector::<f32, N>::new(statistics.rest);
     }
-    r = r * rstd;
+    r *= rstd;
     let factor = factor_at::<N>(weight, feature, scale, inputs.weight);
     let mut dr = grad1 * factor;
     if comptime!(kind.inputs.center) {
-        dr = dr - Vector::<f32, N>::new(statistics.mean_dr);
+        dr -= Vector::<f32, N>::new(statistics.mean_dr);
     }
     let dp = (dr - r * Vector::<f32, N>::new(statistics.mean_rdr)) * rstd;
     if comptime!(kind.dx || kind.dresidual) {
         let mut ds = dp;
         if comptime!(kind.inputs.gate == Gate::Pre) {
-            ds = ds * value;
+            ds *= value;
         }
         if comptime!(kind.grad_sum) {
-            ds = ds + load::<E, P, N>(grad_sum, grad_sum_at, format);
+            ds += load::<E, P, N>(grad_sum, grad_sum_at, format);
         }
         if comptime!(kind.dx) {
             store::<E, P, N>(dx, dx_at, ds, format);
@@ -519,7 +522,7 @@ fn gradients_of<E: Numeric, P: Size, N: Size>(
         if comptime!(kind.inputs.gate == Gate::Post) {
             let mut o1 = r * factor;
             if comptime!(kind.inputs.bias) {
-                o1 = o1 + bias[feature];
+                o1 += bias[feature];
             }
             dvalue = grad * o1;
         }
@@ -687,7 +690,8 @@ fn normalize_backward<E: Numeric, P: Size, N: Size>(
                     recent_drs += dr;
                 }
                 i += 1usize;
-                if i % CHUNK == 0usize {
+                if i == CHUNK {
+                    i = 0usize;
                     products += recent;
                     recent = zero;
                     if comptime!(kind.inputs.center) {
@@ -743,10 +747,10 @@ fn normalize_backward<E: Numeric, P: Size, N: Size>(
                         kind,
                     );
                     if comptime!(kind.dweight) {
-                        dweights[i] = dweights[i] + of_weight;
+                        dweights[i] += of_weight;
                     }
                     if comptime!(kind.dbias) {
-                        dbiases[i] = dbiases[i] + of_bias;
+                        dbiases[i] += of_bias;
                     }
                 }
             }

@@ -75,10 +75,7 @@ pub fn backward<'a>(
 ) -> Result<Tensor> {
     let mut dx = grad.device().empty(grad.dtype(), grad.shape())?;
     let angles = angles.into();
-    backward_into(
-        options,
-        RotateBackward { x, grad, angles, dx: Some(&mut dx), dtheta: None },
-    )?;
+    backward_into(options, RotateBackward { x, grad, angles, dx: Some(&mut dx), dtheta: None })?;
     Ok(dx)
 }
 

@@ -71,8 +71,9 @@ struct Plan {
 impl Plan {
     fn new(options: &Softmax, kind: Kind, storage: Storage) -> Self {
         let Softmax { log, zero_masked_rows: zero_masked, .. } = *options;
-        // The logarithm of a sum needs it exact, and so do gradients, in which terms cancel.
-        let short = storage.is_short() && kind == Kind::Forward && !log;
+        // The logarithm of a sum needs it exact, and so do gradients, in which terms cancel; and
+        // bf16, which reaches as low as f32, where the device's own exponential was seen to fail.
+        let short = storage == Storage::F16 && kind == Kind::Forward && !log;
         Self { kind, log, zero_masked, short, format: storage.format() }
     }
 
@@ -742,7 +743,7 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
     let lanes = N::value();
     let mut shared = Shared::<[f32]>::new_slice(comptime!(tile.units() * lanes));
     let columns = comptime!(tile.columns as usize);
-    let tiles = total.div_ceil(columns);
+    let tiles = (total + comptime!(columns - 1)) / columns;
     let piece = cube_number() / tiles;
     let c = (cube_number() % tiles) * columns + UNIT_POS_X as usize;
     let inside = c < total && piece < pieces;
@@ -752,7 +753,7 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
     let x_start = row_start(x_place, shape, row) + c % vectors;
     let grad_start = row_start(grad_place, shape, row) + c % vectors;
     let o_start = row_start(o_place, shape, row) + c % vectors;
-    let len = n.div_ceil(pieces);
+    let len = (n + pieces - 1) / pieces;
     let end = n.min((piece + 1) * len);
     let first = piece * len + UNIT_POS_Y as usize;
     let slices = comptime!(tile.slices as usize);
@@ -762,13 +763,34 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
         let scales = scales::<N>(&all, plan);
         if inside {
             write::<E, P, N>(
-                x, grad, o, x_start, grad_start, o_start, x_stride, grad_stride, o_stride, first,
-                end, slices, &scales, plan,
+                x,
+                grad,
+                o,
+                x_start,
+                grad_start,
+                o_start,
+                x_stride,
+                grad_stride,
+                o_stride,
+                first,
+                end,
+                slices,
+                &scales,
+                plan,
             );
         }
     } else {
         let part = walk::<E, P, N>(
-            x, grad, x_start, grad_start, x_stride, grad_stride, first, end, slices, plan,
+            x,
+            grad,
+            x_start,
+            grad_start,
+            x_stride,
+            grad_stride,
+            first,
+            end,
+            slices,
+            plan,
         );
         let all = merged::<N>(&part, &mut shared, tile, plan);
         if comptime!(stage == Stage::Pieces) {
@@ -788,8 +810,20 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
             let scales = scales::<N>(&all, plan);
             if inside {
                 write::<E, P, N>(
-                    x, grad, o, x_start, grad_start, o_start, x_stride, grad_stride, o_stride,
-                    first, end, slices, &scales, plan,
+                    x,
+                    grad,
+                    o,
+                    x_start,
+                    grad_start,
+                    o_start,
+                    x_stride,
+                    grad_stride,
+                    o_stride,
+                    first,
+                    end,
+                    slices,
+                    &scales,
+                    plan,
                 );
             }
         }
@@ -808,8 +842,7 @@ fn softmax_statistics(
 ) {
     let c = unit_number();
     if c < total {
-        let sums =
-            over_pieces::<Const<1>>(pieces, c, total, count, 0usize, 1usize, plan);
+        let sums = over_pieces::<Const<1>>(pieces, c, total, count, 0usize, 1usize, plan);
         max[c] = sums.max.extract(0usize);
         sum[c] = sums.sum.extract(0usize);
     }
@@ -831,12 +864,7 @@ pub fn forward(options: &Softmax, x: &Tensor) -> Result<Tensor> {
 
 /// Writes `dx` from the output `o` of the forward and the gradient that arrives at it; see
 /// [`Softmax::backward_into`].
-pub fn backward_into(
-    options: &Softmax,
-    o: &Tensor,
-    grad: &Tensor,
-    dx: &mut Tensor,
-) -> Result<()> {
+pub fn backward_into(options: &Softmax, o: &Tensor, grad: &Tensor, dx: &mut Tensor) -> Result<()> {
     one_device(NAME, [("o", Some(o)), ("grad", Some(grad)), ("dx", Some(dx))])?;
     let dim = options.check_backward(o.view()?, grad.view()?, dx.view_mut()?)?;
     run(options, Kind::FromOutput, dim, o, grad, dx)
@@ -891,7 +919,8 @@ pub(crate) fn column_statistics(
         if dim + 1 < shape.len() {
             return column_statistics(operator, &x, dim);
         }
-        let (max, sum) = column_statistics(operator, &x.reshape(&[x.shape(), &[1]].concat())?, dim)?;
+        let (max, sum) =
+            column_statistics(operator, &x.reshape(&[x.shape(), &[1]].concat())?, dim)?;
         return Ok((max.reshape(&shape)?, sum.reshape(&shape)?));
     }
     let x = x.permute(&order)?;
@@ -909,9 +938,7 @@ pub(crate) fn column_statistics(
     let total = max.len();
     let grid = Grid::of_units(operator, device, total, largest([Some(&pieces)]))?;
     let [from, to_max, to_sum] = [&pieces, &max, &sum].map(|t| buffer(t, Storage::F32));
-    launch!(
-        device, softmax_statistics, grid, from, to_max, to_sum, total, columns.pieces, plan
-    );
+    launch!(device, softmax_statistics, grid, from, to_max, to_sum, total, columns.pieces, plan);
     Ok((back(&max, &order)?, back(&sum, &order)?))
 }
 

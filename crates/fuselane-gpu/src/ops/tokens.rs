@@ -22,9 +22,7 @@ use crate::kernel::math;
 use crate::kernel::reduce::{Fold, Team, over_lanes, over_units};
 use crate::kernel::storage::{Format, Place, PlaceLaunch, load, store, unit_number};
 use crate::kernel::sums::sum_partials;
-use crate::launch::{
-    Grid, Storage, Width, buffer, largest, launch, sequence, team, with_words,
-};
+use crate::launch::{Grid, Storage, Width, buffer, largest, launch, sequence, team, with_words};
 use crate::ops::softmax::column_statistics;
 use crate::tensor::Tensor;
 
@@ -174,11 +172,7 @@ fn load_slot<E: Numeric, P: Size, N: Size>(
 #[cube]
 fn of_two<N: Size>(first: Vector<f32, N>, second: Vector<f32, N>, #[comptime] i: usize) -> f32 {
     let n = N::value();
-    if comptime!(i < n) {
-        first.extract(i)
-    } else {
-        second.extract(comptime!(i - n))
-    }
+    if comptime!(i < n) { first.extract(i) } else { second.extract(comptime!(i - n)) }
 }
 
 #[cube]
@@ -277,10 +271,7 @@ fn decoded<N: Size>(grad: &Pair<N>, turn: &Turn<N>, #[comptime] form: Form) -> P
             b: grad.b * turn.cos - grad.a * turn.sin,
         }
     } else {
-        Pair::<N> {
-            a: grad.a * turn.cos + grad.b * turn.sin,
-            b: Vector::<f32, N>::new(0.0f32),
-        }
+        Pair::<N> { a: grad.a * turn.cos + grad.b * turn.sin, b: Vector::<f32, N>::new(0.0f32) }
     }
 }
 
@@ -316,7 +307,8 @@ fn statistic<N: Size>(
     } else {
         let row = (batch * sizes.heads + spot.head) * sizes.features * N::value();
         let mut a = Vector::<f32, N>::new(0.0f32);
-        let mut b = Vector::<f32, N>::new(0.0f32);
+        // A slot that does not turn has no second features; what stands for them is to be finite.
+        let mut b = Vector::<f32, N>::new(1.0f32);
         #[unroll]
         for i in 0..N::value() {
             if spot.slot < sizes.turning {
@@ -354,10 +346,9 @@ fn activated<N: Size>(
     #[comptime] short: bool,
 ) -> Pair<N> {
     match comptime!(form.act) {
-        Activation::Elementwise(act) => Pair::<N> {
-            a: math::value::<N>(x.a, act, short),
-            b: math::value::<N>(x.b, act, short),
-        },
+        Activation::Elementwise(act) => {
+            Pair::<N> { a: math::value::<N>(x.a, act, short), b: math::value::<N>(x.b, act, short) }
+        }
         _ => {
             let max = statistic::<N>(maxima, sizes, batch, spot, form);
             let sum = statistic::<N>(sums, sizes, batch, spot, form);
@@ -392,21 +383,37 @@ fn encode<E: Numeric, P: Size, N: Size>(
         for batch in 0..sizes.batch {
             if comptime!(form.angles.coordinates == Coordinates::PerBatch) {
                 let here = slot_turn::<N>(
-                    theta, sines, coordinates, angle_place, sizes, batch, &spot, form,
+                    theta,
+                    sines,
+                    coordinates,
+                    angle_place,
+                    sizes,
+                    batch,
+                    &spot,
+                    form,
                 );
                 turn.cos = here.cos;
                 turn.sin = here.sin;
             }
             let from = start(x_place, batch, spot.token, spot.head);
             let x = load_slot::<E, P, N>(
-                x, from, sizes, spot.slot, comptime!(form.slots), comptime!(form.format),
+                x,
+                from,
+                sizes,
+                spot.slot,
+                comptime!(form.slots),
+                comptime!(form.format),
             );
-            let y = activated::<N>(
-                &x, maxima, sums, sizes, batch, &spot, form, comptime!(form.short),
-            );
+            let y =
+                activated::<N>(&x, maxima, sums, sizes, batch, &spot, form, comptime!(form.short));
             let to = start(o_place, batch, spot.token, spot.head);
             store_slot::<E, P, N>(
-                o, to, sizes, spot.slot, &encoded::<N>(&y, &turn, form), comptime!(form.output()),
+                o,
+                to,
+                sizes,
+                spot.slot,
+                &encoded::<N>(&y, &turn, form),
+                comptime!(form.output()),
                 comptime!(form.format),
             );
         }
@@ -440,20 +447,37 @@ fn encode_backward<E: Numeric, P: Size, N: Size>(
         for batch in 0..sizes.batch {
             if comptime!(form.angles.coordinates == Coordinates::PerBatch) {
                 let here = slot_turn::<N>(
-                    theta, sines, coordinates, angle_place, sizes, batch, &spot, form,
+                    theta,
+                    sines,
+                    coordinates,
+                    angle_place,
+                    sizes,
+                    batch,
+                    &spot,
+                    form,
                 );
                 turn.cos = here.cos;
                 turn.sin = here.sin;
             }
             let from = start(grad_place, batch, spot.token, spot.head);
             let grad = load_slot::<E, P, N>(
-                grad, from, sizes, spot.slot, comptime!(form.output()), comptime!(form.format),
+                grad,
+                from,
+                sizes,
+                spot.slot,
+                comptime!(form.output()),
+                comptime!(form.format),
             );
             let mut dy = decoded::<N>(&grad, &turn, form);
             if comptime!(form.act != Activation::Elementwise(Act::None)) {
                 let from = start(x_place, batch, spot.token, spot.head);
                 let x = load_slot::<E, P, N>(
-                    x, from, sizes, spot.slot, comptime!(form.slots), comptime!(form.format),
+                    x,
+                    from,
+                    sizes,
+                    spot.slot,
+                    comptime!(form.slots),
+                    comptime!(form.format),
                 );
                 match comptime!(form.act) {
                     Activation::Elementwise(act) => {
@@ -470,7 +494,13 @@ fn encode_backward<E: Numeric, P: Size, N: Size>(
             }
             let to = start(dx_place, batch, spot.token, spot.head);
             store_slot::<E, P, N>(
-                dx, to, sizes, spot.slot, &dy, comptime!(form.slots), comptime!(form.format),
+                dx,
+                to,
+                sizes,
+                spot.slot,
+                &dy,
+                comptime!(form.slots),
+                comptime!(form.format),
             );
         }
     }
@@ -499,13 +529,20 @@ fn fold_pair<N: Size>(
 
 /// exp(x - max) of a slot.
 #[cube]
-fn powers<N: Size>(x: &Pair<N>, max: f32, #[comptime] short: bool) -> Pair<N> {
+fn powers<N: Size>(
+    x: &Pair<N>,
+    max: f32,
+    #[comptime] short: bool,
+    #[comptime] form: Form,
+) -> Pair<N> {
     let mut a = Vector::<f32, N>::new(0.0f32);
     let mut b = Vector::<f32, N>::new(0.0f32);
     #[unroll]
     for i in 0..N::value() {
         a.insert(i, math::exp_of(x.a.extract(i) - max, short));
-        b.insert(i, math::exp_of(x.b.extract(i) - max, short));
+        if comptime!(form.is_rotate()) {
+            b.insert(i, math::exp_of(x.b.extract(i) - max, short));
+        }
     }
     Pair::<N> { a, b }
 }
@@ -573,7 +610,12 @@ fn encode_rows<E: Numeric, P: Size, N: Size>(
             let slot = spot.slot + comptime!(k * team.units as usize);
             if slot < sizes.slots {
                 let pair = load_slot::<E, P, N>(
-                    x, from, sizes, slot, comptime!(form.slots), comptime!(form.format),
+                    x,
+                    from,
+                    sizes,
+                    slot,
+                    comptime!(form.slots),
+                    comptime!(form.format),
                 );
                 first[k] = pair.a;
                 second[k] = pair.b;
@@ -587,7 +629,7 @@ fn encode_rows<E: Numeric, P: Size, N: Size>(
             let slot = spot.slot + comptime!(k * team.units as usize);
             if slot < sizes.slots {
                 let pair = Pair::<N> { a: first[k], b: second[k] };
-                let powers = powers::<N>(&pair, max, comptime!(form.short));
+                let powers = powers::<N>(&pair, max, comptime!(form.short), form);
                 first[k] = powers.a;
                 second[k] = powers.b;
                 sum += fold_pair::<N>(&powers, slot < sizes.turning, Fold::Sum, form);
@@ -605,13 +647,25 @@ fn encode_rows<E: Numeric, P: Size, N: Size>(
                 if comptime!(form.angles.coordinates == Coordinates::PerBatch) {
                     let at = Spot { token: spot.token, head: spot.head, slot };
                     let here = slot_turn::<N>(
-                        theta, sines, coordinates, angle_place, sizes, batch, &at, form,
+                        theta,
+                        sines,
+                        coordinates,
+                        angle_place,
+                        sizes,
+                        batch,
+                        &at,
+                        form,
                     );
                     turn.cos = here.cos;
                     turn.sin = here.sin;
                 }
                 store_slot::<E, P, N>(
-                    o, to, sizes, slot, &encoded::<N>(&y, &turn, form), comptime!(form.output()),
+                    o,
+                    to,
+                    sizes,
+                    slot,
+                    &encoded::<N>(&y, &turn, form),
+                    comptime!(form.output()),
                     comptime!(form.format),
                 );
             }
@@ -653,19 +707,27 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
             let slot = spot.slot + comptime!(k * team.units as usize);
             if slot < sizes.slots {
                 let pair = load_slot::<E, P, N>(
-                    x, x_from, sizes, slot, comptime!(form.slots), comptime!(form.format),
+                    x,
+                    x_from,
+                    sizes,
+                    slot,
+                    comptime!(form.slots),
+                    comptime!(form.format),
                 );
                 first[k] = pair.a;
                 second[k] = pair.b;
                 max = max.max(fold_pair::<N>(&pair, slot < sizes.turning, Fold::Max, form));
                 let pair = load_slot::<E, P, N>(
-                    grad, grad_from, sizes, slot, comptime!(form.output()),
+                    grad,
+                    grad_from,
+                    sizes,
+                    slot,
+                    comptime!(form.output()),
                     comptime!(form.format),
                 );
                 let at = Spot { token: spot.token, head: spot.head, slot };
-                let turn = slot_turn::<N>(
-                    theta, sines, coordinates, angle_place, sizes, batch, &at, form,
-                );
+                let turn =
+                    slot_turn::<N>(theta, sines, coordinates, angle_place, sizes, batch, &at, form);
                 let pair = decoded::<N>(&pair, &turn, form);
                 dfirst[k] = pair.a;
                 dsecond[k] = pair.b;
@@ -679,7 +741,7 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
             let slot = spot.slot + comptime!(k * team.units as usize);
             if slot < sizes.slots {
                 let pair = Pair::<N> { a: first[k], b: second[k] };
-                let powers = powers::<N>(&pair, max, false);
+                let powers = powers::<N>(&pair, max, false, form);
                 first[k] = powers.a;
                 second[k] = powers.b;
                 let turns = slot < sizes.turning;
@@ -702,7 +764,13 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
                     b: second[k] * scale * (dsecond[k] - dot),
                 };
                 store_slot::<E, P, N>(
-                    dx, to, sizes, slot, &dx_pair, comptime!(form.slots), comptime!(form.format),
+                    dx,
+                    to,
+                    sizes,
+                    slot,
+                    &dx_pair,
+                    comptime!(form.slots),
+                    comptime!(form.format),
                 );
             }
         }
@@ -785,8 +853,20 @@ fn row_dots<E: Numeric, P: Size, N: Size>(
         while slot < sizes.slots {
             let at = Spot { token: spot.token, head: spot.head, slot };
             let product = product_of_slot::<E, P, N>(
-                x, grad, maxima, sums, theta, sines, coordinates, x_from, grad_from, angle_place,
-                sizes, batch, &at, form,
+                x,
+                grad,
+                maxima,
+                sums,
+                theta,
+                sines,
+                coordinates,
+                x_from,
+                grad_from,
+                angle_place,
+                sizes,
+                batch,
+                &at,
+                form,
             );
             dot += fold_pair::<N>(&product, slot < sizes.turning, Fold::Sum, form);
             slot += comptime!(team.units as usize);
@@ -817,11 +897,21 @@ fn product_of_slot<E: Numeric, P: Size, N: Size>(
     #[comptime] form: Form,
 ) -> Pair<N> {
     let x = load_slot::<E, P, N>(
-        x, x_from, sizes, spot.slot, comptime!(form.slots), comptime!(form.format),
+        x,
+        x_from,
+        sizes,
+        spot.slot,
+        comptime!(form.slots),
+        comptime!(form.format),
     );
     let y = activated::<N>(&x, maxima, sums, sizes, batch, spot, form, false);
     let grad = load_slot::<E, P, N>(
-        grad, grad_from, sizes, spot.slot, comptime!(form.output()), comptime!(form.format),
+        grad,
+        grad_from,
+        sizes,
+        spot.slot,
+        comptime!(form.output()),
+        comptime!(form.format),
     );
     let turn = slot_turn::<N>(theta, sines, coordinates, angle_place, sizes, batch, spot, form);
     let dy = decoded::<N>(&grad, &turn, form);
@@ -856,10 +946,8 @@ fn column_dots<E: Numeric, P: Size, N: Size>(
         let slot = column % sizes.slots;
         let head = (column / sizes.slots) % sizes.heads;
         let batch = column / sizes.slots / sizes.heads;
-        let mut dot = Pair::<N> {
-            a: Vector::<f32, N>::new(0.0f32),
-            b: Vector::<f32, N>::new(0.0f32),
-        };
+        let mut dot =
+            Pair::<N> { a: Vector::<f32, N>::new(0.0f32), b: Vector::<f32, N>::new(0.0f32) };
         let first = block * tokens_per_block;
         for i in 0..tokens_per_block {
             let token = first + i;
@@ -887,7 +975,13 @@ fn column_dots<E: Numeric, P: Size, N: Size>(
         }
         let row = ((block * sizes.batch + batch) * sizes.heads + head) * sizes.features;
         store_slot::<f32, N, N>(
-            partials, row, sizes, slot, &dot, comptime!(form.slots), Format::Native,
+            partials,
+            row,
+            sizes,
+            slot,
+            &dot,
+            comptime!(form.slots),
+            Format::Native,
         );
     }
 }
@@ -924,30 +1018,63 @@ fn angle_gradients<E: Numeric, P: Size, N: Size>(
             let token = first + i;
             if token < sizes.tokens {
                 let at = Spot { token, head, slot };
-                let mut turn =
-                    slot_turn::<N>(theta, sines, coordinates, angle_place, sizes, 0usize, &at, form);
+                let mut turn = slot_turn::<N>(
+                    theta,
+                    sines,
+                    coordinates,
+                    angle_place,
+                    sizes,
+                    0usize,
+                    &at,
+                    form,
+                );
                 let mut coordinate = coordinates_of::<N>(
-                    coordinates, angle_place, 0usize, token, slot, comptime!(form.angles),
+                    coordinates,
+                    angle_place,
+                    0usize,
+                    token,
+                    slot,
+                    comptime!(form.angles),
                 );
                 for batch in 0..sizes.batch {
                     if comptime!(form.angles.coordinates == Coordinates::PerBatch) {
                         let here = slot_turn::<N>(
-                            theta, sines, coordinates, angle_place, sizes, batch, &at, form,
+                            theta,
+                            sines,
+                            coordinates,
+                            angle_place,
+                            sizes,
+                            batch,
+                            &at,
+                            form,
                         );
                         turn.cos = here.cos;
                         turn.sin = here.sin;
                         coordinate = coordinates_of::<N>(
-                            coordinates, angle_place, batch, token, slot, comptime!(form.angles),
+                            coordinates,
+                            angle_place,
+                            batch,
+                            token,
+                            slot,
+                            comptime!(form.angles),
                         );
                     }
                     let x = load_slot::<E, P, N>(
-                        x, start(x_place, batch, token, head), sizes, slot,
-                        comptime!(form.slots), comptime!(form.format),
+                        x,
+                        start(x_place, batch, token, head),
+                        sizes,
+                        slot,
+                        comptime!(form.slots),
+                        comptime!(form.format),
                     );
                     let y = activated::<N>(&x, maxima, sums, sizes, batch, &at, form, false);
                     let grad = load_slot::<E, P, N>(
-                        grad, start(grad_place, batch, token, head), sizes, slot,
-                        comptime!(form.output()), comptime!(form.format),
+                        grad,
+                        start(grad_place, batch, token, head),
+                        sizes,
+                        slot,
+                        comptime!(form.output()),
+                        comptime!(form.format),
                     );
                     if comptime!(form.is_rotate()) {
                         let dy = decoded::<N>(&grad, &turn, form);
@@ -959,7 +1086,10 @@ fn angle_gradients<E: Numeric, P: Size, N: Size>(
             }
         }
         store::<f32, N, N>(
-            partials, (block * sizes.heads + head) * sizes.turning + slot, total, Format::Native,
+            partials,
+            (block * sizes.heads + head) * sizes.turning + slot,
+            total,
+            Format::Native,
         );
     }
 }
@@ -1107,8 +1237,7 @@ impl Call<'_> {
         for axis in axes {
             starts.push(axis.start as f32);
         }
-        let columns =
-            if prepared.form.table { split.theta_heads } else { split.theta_columns };
+        let columns = if prepared.form.table { split.theta_heads } else { split.theta_columns };
         AnglePlaceLaunch::new(
             self.encoding.tokens,
             first_token,
@@ -1170,10 +1299,7 @@ impl Call<'_> {
     fn width(&self, device: &Device, storage: Storage, tensors: &[&Tensor]) -> Option<Width> {
         let strides = tensors.iter().flat_map(|tensor| {
             let outer = tensor.shape()[..3].iter().zip(&tensor.strides()[..3]);
-            outer
-                .filter(|(size, _)| **size > 1)
-                .map(|(_, stride)| *stride)
-                .chain([tensor.offset()])
+            outer.filter(|(size, _)| **size > 1).map(|(_, stride)| *stride).chain([tensor.offset()])
         });
         Width::of(device, storage, strides.chain(self.cuts()))
     }
@@ -1382,8 +1508,16 @@ pub(crate) fn backward(call: &Call<'_>, gradients: Gradients<'_>) -> Result<()> 
     let gathered = device.empty(DType::F32, dtheta.shape())?;
     let grid = Grid::of_units(call.operator, device, len, len)?;
     launch!(
-        device, gather, grid, buffer(&angle_sums, Storage::F32), buffer(&gathered, Storage::F32),
-        split.count, split.theta_columns, split.per_axis, len, split.theta_columns == 1,
+        device,
+        gather,
+        grid,
+        buffer(&angle_sums, Storage::F32),
+        buffer(&gathered, Storage::F32),
+        split.count,
+        split.theta_columns,
+        split.per_axis,
+        len,
+        split.theta_columns == 1,
     );
     narrow_into(call.operator, &gathered, dtheta)
 }
@@ -1486,8 +1620,7 @@ fn backward_part(
                 let columns = batch * heads * features;
                 let partials = device.empty(DType::F32, &[blocks, columns])?;
                 let units = batch * heads * slots * blocks;
-                let grid =
-                    Grid::of_units(operator, device, units, numbers.max(blocks * columns))?;
+                let grid = Grid::of_units(operator, device, units, numbers.max(blocks * columns))?;
                 with_words!(storage, E => launch!(
                     device, column_dots::<E>, grid, width.words, n, buffer(x_there, storage),
                     buffer(grad, storage), floats(&partials), floats(&maxima), floats(&sums),

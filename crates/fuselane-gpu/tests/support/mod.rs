@@ -9,14 +9,14 @@ use fuselane_gpu::{Device, Tensor, Tuning, act};
 
 /// A device with its tuning. Every call uploads its views, outputs too, so that what was in them
 /// is there to be overwritten, and downloads the outputs.
-pub struct Gpu {
-    pub device: Device,
-    pub name: String,
+pub(crate) struct Gpu {
+    pub(crate) device: Device,
+    pub(crate) name: String,
 }
 
 impl Gpu {
     /// The device that there is, tuned; `name` says how.
-    pub fn new(name: &str, tuning: Tuning) -> Self {
+    pub(crate) fn new(name: &str, tuning: Tuning) -> Self {
         let device = Device::open().expect("a device").tuned(tuning);
         Self { device, name: name.into() }
     }
@@ -136,7 +136,7 @@ impl Backend for Gpu {
 
 /// Runs an operator's matrix on some tunings of the device, prints what came out, and asserts that
 /// all of it is within its bounds.
-pub fn check(operator: Operator, effort: Effort, tunings: &[(&str, Tuning)]) {
+pub(crate) fn check(operator: Operator, effort: Effort, tunings: &[(&str, Tuning)]) {
     let gpus: Vec<Gpu> = tunings.iter().map(|&(name, tuning)| Gpu::new(name, tuning)).collect();
     let backends: Vec<&dyn Backend> = gpus.iter().map(|gpu| gpu as &dyn Backend).collect();
     let selection = Selection { operators: vec![operator], effort, ..Selection::default() };
@@ -145,7 +145,16 @@ pub fn check(operator: Operator, effort: Effort, tunings: &[(&str, Tuning)]) {
     assert!(!outcomes.is_empty());
     println!(
         "{:9} {:18} {:5} {:9} {:>9} {:>9} {:>9} {:>6} {:>11} {:>10}  case",
-        "operator", "output", "dtype", "tuning", "ulp", "bound", "needed", "K", "compared", "inexact"
+        "operator",
+        "output",
+        "dtype",
+        "tuning",
+        "ulp",
+        "bound",
+        "needed",
+        "K",
+        "compared",
+        "inexact"
     );
     for outcome in &outcomes {
         println!(
