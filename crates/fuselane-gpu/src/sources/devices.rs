@@ -62,7 +62,7 @@ impl Kind {
             Language::Wgsl => {
                 let options = cubecl::WgpuCompilationOptions::default();
                 let shader = cubecl::wgpu::WgslCompiler.compile(kernel, &options);
-                let shader = shader.map_err(|error| format!("{error:?}"))?;
+                let shader = shader.map_err(|error| error.to_string())?;
                 Ok(Compiled { shared: shader.shared_memory_size, text: shader.to_string() })
             }
         }
@@ -83,7 +83,7 @@ impl Kind {
     {
         let warp_size = self.properties.hardware.plane_size_min as usize;
         let options = CompilationOptions { warp_size, supports_features, amd_wmma: None };
-        let kernel = compiler.compile(kernel, &options).map_err(|error| format!("{error:?}"))?;
+        let kernel = compiler.compile(kernel, &options).map_err(|error| error.to_string())?;
         Ok(Compiled { shared: kernel.shared_memory_size, text: kernel.source })
     }
 }
