@@ -13,10 +13,18 @@ Commands:
                   3 GB, once).
                   --large adds the tests of tensors above 2^31 elements; they
                   need tens of gigabytes of memory.
+  test --gpu      Only the GPU crate: clippy, documentation and all of its tests, on
+                  the GPU that is there, or else on a program that behaves like
+                  one, lavapipe, which is installed where it is missing (Debian,
+                  as root). Builds into the cache folder: minutes, once.
+  test --cuda-compile
+                  Only the sources of the GPU kernels: written in all languages, and
+                  compiled with NVIDIA's NVRTC, which is installed in the cache
+                  folder (about 100 MB, once). Needs no GPU.
   wheel           Build the Python package and print the path of its wheel, in
                   target/wheels. Installs maturin in the target folder.
   ci              What has to pass before a merge: formatting, clippy,
-                  documentation, then `test`.
+                  documentation, then `test`, and both of the above.
 
 Options:
   -h, --help      Print this.
@@ -28,7 +36,14 @@ passed, 1 when one failed, 2 when the command line is wrong.";
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Command {
     Help,
-    Test { large: bool },
+    Test {
+        large: bool,
+    },
+    /// The GPU crate's tests, the sources of its kernels, or both.
+    TestGpu {
+        run: bool,
+        compile: bool,
+    },
     Wheel,
     Ci,
 }
@@ -49,6 +64,20 @@ pub(crate) fn parse(arguments: impl Iterator<Item = String>) -> Result<Command, 
     for argument in rest {
         match (&mut command, argument.as_str()) {
             (Command::Test { large }, "--large") => *large = true,
+            (Command::Test { large: false }, "--gpu") => {
+                command = Command::TestGpu { run: true, compile: false };
+            }
+            (Command::Test { large: false }, "--cuda-compile") => {
+                command = Command::TestGpu { run: false, compile: true };
+            }
+            (Command::TestGpu { run, .. }, "--gpu") => *run = true,
+            (Command::TestGpu { compile, .. }, "--cuda-compile") => *compile = true,
+            (
+                Command::Test { .. } | Command::TestGpu { .. },
+                "--large" | "--gpu" | "--cuda-compile",
+            ) => {
+                return Err("--large does not go with --gpu and --cuda-compile".to_owned());
+            }
             _ => return Err(format!("unknown argument `{argument}` of `{name}`")),
         }
     }
@@ -67,6 +96,10 @@ mod tests {
     fn commands() {
         assert_eq!(parse_line("test"), Ok(Command::Test { large: false }));
         assert_eq!(parse_line("test --large"), Ok(Command::Test { large: true }));
+        let gpu = |run, compile| Ok(Command::TestGpu { run, compile });
+        assert_eq!(parse_line("test --gpu"), gpu(true, false));
+        assert_eq!(parse_line("test --cuda-compile"), gpu(false, true));
+        assert_eq!(parse_line("test --cuda-compile --gpu"), gpu(true, true));
         assert_eq!(parse_line("wheel"), Ok(Command::Wheel));
         assert_eq!(parse_line("ci"), Ok(Command::Ci));
     }
@@ -86,7 +119,10 @@ mod tests {
             ("--large", "`--large`"),
             ("test large", "`large`"),
             ("test --larger", "`--larger`"),
+            ("test --large --gpu", "--large does not go"),
+            ("test --gpu --large", "--large does not go"),
             ("wheel --large", "`--large`"),
+            ("ci --gpu", "`--gpu`"),
             ("ci --large", "`--large`"),
             ("ci test", "`test`"),
         ] {
@@ -97,7 +133,7 @@ mod tests {
 
     #[test]
     fn usage_names_every_command() {
-        for name in ["test [--large]", "wheel ", "ci ", "--help"] {
+        for name in ["test [--large]", "--gpu", "--cuda-compile", "wheel ", "ci ", "--help"] {
             assert!(USAGE.contains(name), "{name}");
         }
     }

@@ -17,6 +17,24 @@ pub(crate) fn target() -> PathBuf {
     }
 }
 
+/// The folder for what all checkouts share, as `fuselane` has it.
+pub(crate) fn cache() -> Result<PathBuf, String> {
+    let variable = |name: &str| std::env::var_os(name).filter(|text| !text.is_empty());
+    if let Some(folder) = variable("FUSELANE_CACHE") {
+        return Ok(root().join(folder));
+    }
+    let home = |below: &str| variable("HOME").map(|home| Path::new(&home).join(below));
+    let folder = if cfg!(windows) {
+        variable("LOCALAPPDATA").map(PathBuf::from)
+    } else if cfg!(target_os = "macos") {
+        home("Library/Caches")
+    } else {
+        variable("XDG_CACHE_HOME").map(PathBuf::from).or_else(|| home(".cache"))
+    };
+    let folder = folder.map(|folder| folder.join("fuselane"));
+    folder.ok_or_else(|| "this user has no cache folder: name one in FUSELANE_CACHE".to_owned())
+}
+
 /// A program of the release build.
 pub(crate) fn built(program: &Path) -> PathBuf {
     target().join("release").join(program)

@@ -133,7 +133,7 @@ fn pins(text: &str) -> Vec<String> {
 /// Makes an environment with these packages, which also sees those in a folder of another one.
 ///
 /// A file `ready` is written last. A folder without it is what an interruption left, and is made anew.
-fn make(
+pub(crate) fn make(
     python: &Path,
     folder: &Path,
     pins: &[String],
@@ -158,18 +158,18 @@ fn make(
     fs::write(folder.join("ready"), pins.join("\n")).map_err(fault)
 }
 
-fn is_ready(folder: &Path) -> bool {
+pub(crate) fn is_ready(folder: &Path) -> bool {
     folder.join("ready").is_file()
 }
 
 /// The folder that an environment's packages are in, as its Python says.
-fn packages_of(python: &Path) -> Result<PathBuf, String> {
+pub(crate) fn packages_of(python: &Path) -> Result<PathBuf, String> {
     let code = "import sysconfig; print(sysconfig.get_path('purelib'))";
     let how = "`fuselane setup-peers` makes its environment";
     output(Command::new(python).args(["-E", "-s", "-c", code]), how).map(PathBuf::from)
 }
 
-fn python_of(folder: &Path) -> PathBuf {
+pub(crate) fn python_of(folder: &Path) -> PathBuf {
     folder.join(if cfg!(windows) { "Scripts/python.exe" } else { "bin/python" })
 }
 
@@ -251,7 +251,7 @@ fn does_not_start(command: &Command, error: &io::Error, how: &str) -> String {
 }
 
 /// Eight digits that differ where the values differ.
-fn hash(value: impl Hash) -> String {
+pub(crate) fn hash(value: impl Hash) -> String {
     let mut hasher = DefaultHasher::new();
     value.hash(&mut hasher);
     format!("{:08x}", hasher.finish() as u32)

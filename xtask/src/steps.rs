@@ -8,6 +8,9 @@
 //! Some steps install what tests need and a machine may lack: a browser for the report's tests, the
 //! Python libraries that the benchmarks compare with, and what the tests of the Python package need
 //! beside these. They do nothing where it is there.
+//!
+//! The GPU crate has steps of its own, since the libraries that it builds on take minutes: no other
+//! step compiles it.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -15,12 +18,16 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use crate::folders::{built, root};
-use crate::python;
+use crate::{gpu, python};
 
 /// What a step calls.
 #[derive(Debug)]
 enum Program {
     Cargo,
+    /// Cargo for the GPU crate, in a folder of its own, with NVRTC at hand or not.
+    GpuCargo {
+        nvrtc: bool,
+    },
     /// One that an earlier step built, relative to the folder of the release build.
     Built(PathBuf),
     /// The Python that `fuselane setup-peers` has set up.
@@ -53,6 +60,11 @@ impl Step {
         }
     }
 
+    /// A call of cargo for the GPU crate.
+    fn gpu(name: &str, arguments: &str) -> Self {
+        Self { program: Program::GpuCargo { nvrtc: false }, ..Self::new(name, arguments) }
+    }
+
     /// A program of the release build.
     fn built(name: &str, program: &str, arguments: &str) -> Self {
         let program = format!("{program}{}", std::env::consts::EXE_SUFFIX);
@@ -73,7 +85,7 @@ impl Step {
     fn line(&self) -> String {
         let variable = self.environment.map(|(k, v)| format!("{k}=\"{v}\" ")).unwrap_or_default();
         let program = match &self.program {
-            Program::Cargo => "cargo".to_owned(),
+            Program::Cargo | Program::GpuCargo { .. } => "cargo".to_owned(),
             Program::Built(path) => Path::new("target/release").join(path).display().to_string(),
             Program::PeersPython | Program::TestsPython => "python".to_owned(),
             Program::ShellUnless(_) => "sh".to_owned(),
@@ -84,9 +96,14 @@ impl Step {
 
     /// Does it, and tells whether it passed.
     fn run(&self) -> Result<bool, String> {
+        let cargo =
+            || Command::new(std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo")));
         let mut command = match &self.program {
-            Program::Cargo => {
-                Command::new(std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo")))
+            Program::Cargo => cargo(),
+            Program::GpuCargo { nvrtc } => {
+                let mut cargo = cargo();
+                cargo.envs(gpu::environment(*nvrtc)?);
+                cargo
             }
             Program::Built(path) => Command::new(built(path)),
             Program::PeersPython => Command::new(python::peers_python()?),
@@ -131,15 +148,71 @@ pub(crate) fn ci() -> std::io::Result<Vec<Step>> {
         Step::new("formatting", "fmt --all --check"),
         Step::new(
             "clippy",
-            "clippy --workspace --all-targets --features fuselane/ndarray -- -D warnings",
+            "clippy --workspace --exclude fuselane-gpu --all-targets --features fuselane/ndarray -- -D warnings",
         ),
         Step {
             environment: Some(("RUSTDOCFLAGS", "-D warnings")),
-            ..Step::new("documentation", "doc --workspace --no-deps --features fuselane/ndarray")
+            ..Step::new(
+                "documentation",
+                "doc --workspace --exclude fuselane-gpu --no-deps --features fuselane/ndarray",
+            )
         },
     ];
     steps.extend(test(false)?);
+    steps.extend(test_gpu(true, true));
     Ok(steps)
+}
+
+/// The steps of `cargo xtask test --gpu` and of `--cuda-compile`.
+///
+/// They have the same features, so that the libraries are compiled once.
+pub(crate) fn test_gpu(run: bool, compile: bool) -> Vec<Step> {
+    let mut steps = Vec::new();
+    if run {
+        steps.push(Step::here(
+            "Vulkan driver",
+            gpu::install_driver,
+            "apt-get install mesa-vulkan-drivers libvulkan1",
+        ));
+        steps.push(Step::gpu(
+            "GPU clippy",
+            "clippy --release --package fuselane-gpu --package fuselane-bench --all-targets \
+             --features fuselane-gpu/wgpu,fuselane-gpu/sources,fuselane-bench/gpu-sources \
+             -- -D warnings",
+        ));
+        steps.push(Step {
+            environment: Some(("RUSTDOCFLAGS", "-D warnings")),
+            ..Step::gpu(
+                "GPU documentation",
+                "doc --release --package fuselane-gpu --no-deps --features wgpu,sources",
+            )
+        });
+        steps.push(Step::gpu(
+            "GPU tests",
+            "test --release --package fuselane-gpu --features wgpu,sources --no-fail-fast",
+        ));
+    }
+    if compile {
+        steps.push(Step::here(
+            "NVRTC",
+            gpu::install_nvrtc,
+            "pip install nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12",
+        ));
+        steps.push(Step {
+            program: Program::GpuCargo { nvrtc: true },
+            ..Step::new(
+                "CUDA kernels",
+                "test --release --package fuselane-gpu --features wgpu,sources --test cuda \
+                 -- --nocapture",
+            )
+        });
+        steps.push(Step::gpu(
+            "fuselane kernels",
+            "test --release --package fuselane-bench --test program \
+             --features gpu-sources,fuselane-gpu/wgpu -- kernels",
+        ));
+    }
+    steps
 }
 
 fn test_steps(examples: &[String], large: bool) -> Vec<Step> {
@@ -152,7 +225,7 @@ fn test_steps(examples: &[String], large: bool) -> Vec<Step> {
         },
         Step::new(
             "Rust tests", // which builds the program and the examples too
-            "test --release --workspace --features fuselane/ndarray --no-fail-fast",
+            "test --release --workspace --exclude fuselane-gpu --features fuselane/ndarray --no-fail-fast",
         ),
     ];
     steps.push(Step::new(
@@ -280,7 +353,8 @@ mod tests {
 
     #[test]
     fn ci_denies_warnings_and_ends_with_the_tests() {
-        let (ci, test) = (ci().unwrap(), test(false).unwrap());
+        let (ci, mut test) = (ci().unwrap(), test(false).unwrap());
+        test.extend(test_gpu(true, true));
         let lines = |steps: &[Step]| steps.iter().map(Step::line).collect::<Vec<_>>();
         assert!(lines(&ci).ends_with(&lines(&test)));
         assert!(lines(&ci)[2].starts_with("RUSTDOCFLAGS=\"-D warnings\" cargo doc"));
@@ -301,6 +375,20 @@ mod tests {
         assert!(order.map(place).is_sorted());
         let line = steps[place("Python package tests")].line();
         assert!(line.starts_with("python -m pytest "), "{line}");
+    }
+
+    #[test]
+    fn only_gpu_steps_compile_the_gpu_crate() {
+        for step in test_steps(&[], true).iter().chain(&ci().unwrap()) {
+            let line = step.line();
+            match step.program {
+                Program::GpuCargo { .. } => assert!(line.contains("--package fuselane-"), "{line}"),
+                _ if line.contains("--workspace") => {
+                    assert!(line.contains("--exclude fuselane-gpu "), "{line}");
+                }
+                _ => assert!(!line.contains("fuselane-gpu"), "{line}"),
+            }
+        }
     }
 
     #[test]

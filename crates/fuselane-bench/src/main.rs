@@ -12,6 +12,7 @@ mod check;
 mod copy;
 mod gpu;
 mod info;
+mod kernels;
 mod machine;
 mod peers;
 mod process_memory;
@@ -44,6 +45,7 @@ enum Command {
     Info(info::Args),
     Check(check::Args),
     Report(report::Args),
+    Kernels(kernels::Args),
     SetupPeers(setup_peers::Args),
     #[command(hide = true)]
     Worker(worker::Args),
@@ -61,6 +63,7 @@ fn run(command: &Command) -> Result<ExitCode, Box<dyn Error>> {
         Command::Info(args) => info::run(args),
         Command::Check(args) => check::run(args),
         Command::Report(args) => report::run(args),
+        Command::Kernels(args) => kernels::run(args),
         Command::SetupPeers(args) => setup_peers::run(args),
         Command::Worker(args) => worker::run(args),
     }

@@ -104,6 +104,33 @@ fn check_as_json() {
     }
 }
 
+/// A build without the kernels tells how to get one with them.
+#[test]
+#[cfg(not(feature = "gpu-sources"))]
+fn kernels_are_in_another_build() {
+    let help = output(&mut fuselane(&["kernels", "--help"]));
+    assert_eq!(help.status.code(), Some(0));
+    assert!(stdout(&help).contains("--ptx"), "{}", stdout(&help));
+    let output = output(&mut fuselane(&["kernels", "--emit", "wgsl"]));
+    assert_eq!((output.status.code(), stdout(&output)), (Some(1), ""));
+    assert!(stderr(&output).contains("--features gpu-sources,wgpu"), "{}", stderr(&output));
+}
+
+#[test]
+#[cfg(feature = "gpu-sources")]
+fn kernels_are_written() {
+    let out = tempfile::tempdir().expect("a folder");
+    let folder = out.path().join("new");
+    let folder_text = folder.to_str().expect("UTF-8");
+    let name = "act_forward-bf16-silu";
+    let output = output(&mut fuselane(&["kernels", name, "--out", folder_text]));
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(stdout(&output).contains(name), "{}", stdout(&output));
+    let text = std::fs::read_to_string(folder.join(format!("{name}.cu"))).expect("a file");
+    assert!(text.contains("__global__"), "{text}");
+    assert_eq!(std::fs::read_dir(&folder).expect("a folder").count(), 1);
+}
+
 #[test]
 fn help_and_version() {
     let help = output(&mut fuselane(&["--help"]));
@@ -118,7 +145,7 @@ fn help_and_version() {
 
 #[test]
 fn wrong_command_lines_are_usage_errors() {
-    let cases: [&[&str]; 8] = [
+    let cases: [&[&str]; 11] = [
         &["nonsense"],
         &["--nonsense"],
         &["info", "--nonsense"],
@@ -127,6 +154,9 @@ fn wrong_command_lines_are_usage_errors() {
         &["check", "--operator", "conv"],
         &["check", "--dtype", "f8"],
         &["check", "--isa", "sse9"],
+        &["kernels", "--emit", "fortran"],
+        &["kernels", "--ptx", "80"],
+        &["kernels", "--emit", "hip", "--ptx", "sm_80"],
     ];
     for arguments in cases {
         let output = output(&mut fuselane(arguments));

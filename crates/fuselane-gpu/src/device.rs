@@ -39,6 +39,28 @@ pub(crate) struct Recorded {
     pub(crate) kernel: Box<dyn CubeKernel>,
 }
 
+/// The client of CubeCL's default device, which only a build with a runtime has.
+fn default_client() -> Option<Client> {
+    #[cfg(any(
+        feature = "wgpu",
+        feature = "vulkan",
+        feature = "metal",
+        feature = "cuda",
+        feature = "cuda-cpp",
+        feature = "rocm"
+    ))]
+    return Some(cubecl::Device::default().client());
+    #[cfg(not(any(
+        feature = "wgpu",
+        feature = "vulkan",
+        feature = "metal",
+        feature = "cuda",
+        feature = "cuda-cpp",
+        feature = "rocm"
+    )))]
+    None
+}
+
 /// What the launch layer would choose by itself, said by the caller: for tests, which run every
 /// way on one device, and for experiments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -59,24 +81,16 @@ pub struct Tuning {
 impl Device {
     /// The most capable device of the runtimes that this crate was built with.
     pub fn open() -> Result<Self> {
-        let fail =
-            |got: String, expected: &str| Err(Error::new("device", "runtime", got, expected));
-        if !cfg!(any(
-            feature = "wgpu",
-            feature = "vulkan",
-            feature = "metal",
-            feature = "cuda",
-            feature = "cuda-cpp",
-            feature = "rocm"
-        )) {
-            let expected = "one of the features wgpu, vulkan, metal, cuda, cuda-cpp and rocm";
-            return fail("is none in this build".into(), expected);
-        }
         // A runtime that finds no driver or no adapter panics; here that is an error like others.
-        let client = catch_unwind(AssertUnwindSafe(|| cubecl::Device::default().client()));
-        match client {
-            Ok(client) => Ok(Self::of_client(client)),
-            Err(_) => fail("found no device".into(), "a GPU with its driver"),
+        match catch_unwind(AssertUnwindSafe(default_client)) {
+            Ok(Some(client)) => Ok(Self::of_client(client)),
+            Ok(None) => {
+                let expected = "one of the features wgpu, vulkan, metal, cuda, cuda-cpp and rocm";
+                Err(Error::new("device", "runtime", "is none in this build", expected))
+            }
+            Err(_) => {
+                Err(Error::new("device", "runtime", "found no device", "a GPU with its driver"))
+            }
         }
     }
 

@@ -17,6 +17,8 @@ mod device;
 mod kernel;
 mod launch;
 mod ops;
+#[cfg(feature = "sources")]
+pub mod sources;
 mod tensor;
 
 pub use angles::{AngleTable, Angles};
@@ -25,3 +27,8 @@ pub use backend::CheckBackend;
 pub use device::{Device, Tuning};
 pub use ops::{act, cosine, normalize, rotate, softmax};
 pub use tensor::Tensor;
+
+/// The examples of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

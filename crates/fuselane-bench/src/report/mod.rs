@@ -5,7 +5,7 @@ mod colour;
 mod compare;
 mod data;
 mod facts;
-mod file;
+pub(crate) mod file;
 mod html;
 mod markdown;
 mod picture;

@@ -272,10 +272,10 @@ pub(crate) fn sin_cos(angle: f32) -> SinCos {
     let odd = (quarter & 1u32) == 1u32;
     let mut sin = select(odd, cosine, sine);
     let mut cos = select(odd, sine, cosine);
-    let behind = (quarter & 2u32) == 2u32;
-    let negative = bits != magnitude;
-    sin = select(behind != negative, -sin, sin);
-    cos = select(odd != behind, -cos, cos);
+    // In integers: the C++ of CubeCL cannot compare booleans.
+    let behind = quarter >> 1u32;
+    sin = select(((behind ^ (bits >> 31u32)) & 1u32) == 1u32, -sin, sin);
+    cos = select(((quarter ^ behind) & 1u32) == 1u32, -cos, cos);
     // Of an infinity or a NaN: NaN.
     let finite = magnitude < 0x7f80_0000u32;
     let nan = f32::reinterpret(magnitude | 0x7fc0_0000u32);

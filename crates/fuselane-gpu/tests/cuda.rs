@@ -1,0 +1,80 @@
+//! The kernels in the languages of GPUs, of which none is needed here: every one of them can be
+//! written in each language, and NVIDIA's compiler takes them and keeps them in registers.
+//!
+//! The compiler is loaded as `nvrtc::Nvrtc::load` says; `cargo xtask test --cuda-compile` installs
+//! it. Without it, and without the variable `FUSELANE_NVRTC`, its test says so and passes.
+
+use std::collections::HashSet;
+
+use fuselane_gpu::sources::{Language, Source, nvrtc, sources};
+
+const ARCHITECTURES: [&str; 2] = ["sm_80", "sm_90a"];
+
+/// Kernels that go number by number whatever the sizes: copies that change dtype and strides.
+const SCALAR: [&str; 4] = ["widen", "narrow", "widen_packed", "narrow_packed"];
+
+/// All kernels, or those whose names contain the text in `FUSELANE_KERNELS`.
+fn all(language: Language) -> Vec<Source> {
+    let part = std::env::var("FUSELANE_KERNELS").unwrap_or_default();
+    sources(language, &|name| name.contains(&part))
+        .unwrap_or_else(|error| panic!("{language}: {error}"))
+}
+
+#[test]
+fn every_language_has_every_kernel() {
+    let kernels = |source: &Source| source.name.split('-').next().unwrap_or("").to_owned();
+    let known: HashSet<String> = all(Language::Cuda).iter().map(kernels).collect();
+    for &language in Language::ALL {
+        let sources = all(language);
+        let mut names = HashSet::new();
+        for source in &sources {
+            assert!(names.insert(&source.name), "{language}: {} is there twice", source.name);
+            assert!(source.text.contains(&source.entry), "{}: no {}", source.name, source.entry);
+            let plain = |c: char| c.is_ascii_alphanumeric() || "-_".contains(c);
+            assert!(source.name.chars().all(plain), "{}", source.name);
+        }
+        let found: HashSet<String> = sources.iter().map(kernels).collect();
+        let missing: Vec<_> = known.difference(&found).collect();
+        assert!(missing.is_empty(), "{language} has no {missing:?}");
+        println!("{language}: {} kernels", sources.len());
+    }
+}
+
+#[test]
+fn cuda_takes_every_kernel_without_spills() {
+    let compiler = match nvrtc::Nvrtc::load() {
+        Ok(compiler) => compiler,
+        Err(fault) if std::env::var_os(nvrtc::VARIABLE).is_none() => {
+            println!("not run: {fault}");
+            return;
+        }
+        Err(fault) => panic!("{fault}"),
+    };
+    let sources = all(Language::Cuda);
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let results = compiler.compile_all(&sources, &ARCHITECTURES, threads);
+    let mut faults = Vec::new();
+    for (source, results) in sources.iter().zip(&results) {
+        let scalar = SCALAR.iter().any(|name| source.name.split('-').next() == Some(name));
+        for (architecture, result) in ARCHITECTURES.iter().zip(results) {
+            let mut fault = |text: String| {
+                faults.push(format!("{} for {architecture}: {text}", source.name));
+            };
+            match result {
+                Err(error) => fault(error.to_string()),
+                Ok(kernel) => {
+                    let spills = kernel.spill_stores + kernel.spill_loads;
+                    if spills + kernel.stack > 0 {
+                        fault(format!("{spills} bytes spilled, {} of stack", kernel.stack));
+                    }
+                    if source.wide && !scalar && kernel.widest_load < 128 {
+                        fault(format!("the widest load is of {} bits", kernel.widest_load));
+                    }
+                }
+            }
+        }
+    }
+    let (major, minor) = compiler.version();
+    println!("NVRTC {major}.{minor}\n{}", nvrtc::table(&sources, &ARCHITECTURES, &results));
+    assert!(faults.is_empty(), "{} faults:\n{}", faults.len(), faults.join("\n"));
+}
