@@ -286,6 +286,10 @@ pub(crate) fn team(device: &Device, vectors: usize, numbers: usize) -> (Team, us
     while !fits(units) && units < most {
         units *= 2;
     }
+    if !fits(units) {
+        // Read again, whatever the units: of so many that each may have 128 registers.
+        units = wanted.min(512).min(most);
+    }
     let rows = (CUBE.min(most) / units).max(1);
     let kept = if fits(units) && device.tuning().reread != Some(true) { kept(units) } else { 0 };
     let plane = device.plane();
