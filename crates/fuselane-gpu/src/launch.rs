@@ -311,7 +311,7 @@ impl Grid {
         units: usize,
         numbers: usize,
     ) -> Result<Self> {
-        const CUBE: u32 = 256;
+        const CUBE: u32 = 128;
         let cube = CUBE.min(device.units());
         let dim = CubeDim::new_1d(cube);
         Self::new(operator, device, units.div_ceil(cube as usize), dim, numbers)
