@@ -177,19 +177,19 @@ pub(crate) fn test_gpu(run: bool, compile: bool) -> Vec<Step> {
         steps.push(Step::gpu(
             "GPU clippy",
             "clippy --release --package fuselane-gpu --package fuselane-bench --all-targets \
-             --features fuselane-gpu/wgpu,fuselane-gpu/sources,fuselane-bench/gpu-sources \
+             --features fuselane-bench/wgpu,fuselane-bench/gpu-sources \
              -- -D warnings",
         ));
         steps.push(Step {
             environment: Some(("RUSTDOCFLAGS", "-D warnings")),
             ..Step::gpu(
                 "GPU documentation",
-                "doc --release --package fuselane-gpu --no-deps --features wgpu,sources",
+                "doc --release --package fuselane-gpu --no-deps --features wgpu,check,sources",
             )
         });
         steps.push(Step::gpu(
             "GPU tests",
-            "test --release --package fuselane-gpu --features wgpu,sources --no-fail-fast",
+            "test --release --package fuselane-gpu --features wgpu,check,sources --no-fail-fast",
         ));
     }
     if compile {
@@ -202,14 +202,14 @@ pub(crate) fn test_gpu(run: bool, compile: bool) -> Vec<Step> {
             program: Program::GpuCargo { nvrtc: true },
             ..Step::new(
                 "CUDA kernels",
-                "test --release --package fuselane-gpu --features wgpu,sources --test cuda \
+                "test --release --package fuselane-gpu --features wgpu,check,sources --test cuda \
                  -- --nocapture",
             )
         });
         steps.push(Step::gpu(
             "fuselane kernels",
             "test --release --package fuselane-bench --test program \
-             --features gpu-sources,fuselane-gpu/wgpu -- kernels",
+             --features gpu-sources,wgpu -- kernels",
         ));
     }
     steps

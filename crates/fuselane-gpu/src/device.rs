@@ -41,23 +41,9 @@ pub(crate) struct Recorded {
 
 /// The client of CubeCL's default device, which only a build with a runtime has.
 fn default_client() -> Option<Client> {
-    #[cfg(any(
-        feature = "wgpu",
-        feature = "vulkan",
-        feature = "metal",
-        feature = "cuda",
-        feature = "cuda-cpp",
-        feature = "rocm"
-    ))]
+    #[cfg(feature = "runtime")]
     return Some(cubecl::Device::default().client());
-    #[cfg(not(any(
-        feature = "wgpu",
-        feature = "vulkan",
-        feature = "metal",
-        feature = "cuda",
-        feature = "cuda-cpp",
-        feature = "rocm"
-    )))]
+    #[cfg(not(feature = "runtime"))]
     None
 }
 

@@ -1,12 +1,6 @@
 //! What the matrix does not have of activations: gradients from outputs, the ends of f32, other
 //! shapes, and that results do not depend on how many numbers are loaded at once.
-#![cfg(any(
-    feature = "wgpu",
-    feature = "vulkan",
-    feature = "metal",
-    feature = "cuda",
-    feature = "rocm"
-))]
+#![cfg(feature = "runtime")]
 
 use fuselane::reference::{Random, ulp};
 use fuselane::{Act, DType, Element, View, ViewMut};

@@ -1,11 +1,5 @@
 //! Rotate and cosine beside the matrix: many tokens, far positions, sums that repeat, refusals.
-#![cfg(any(
-    feature = "wgpu",
-    feature = "vulkan",
-    feature = "metal",
-    feature = "cuda",
-    feature = "rocm"
-))]
+#![cfg(feature = "runtime")]
 
 mod support;
 

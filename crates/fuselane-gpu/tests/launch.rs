@@ -1,11 +1,5 @@
 //! What only the launch layer decides: grids of two dimensions, and the width of indices.
-#![cfg(any(
-    feature = "wgpu",
-    feature = "vulkan",
-    feature = "metal",
-    feature = "cuda",
-    feature = "rocm"
-))]
+#![cfg(feature = "runtime")]
 
 mod support;
 

@@ -6,16 +6,7 @@
 //! all options are met: most with the tuning that the launch layer chooses, fewer in each other way.
 //! A software device spends its time on compiling kernels, each of which serves few cases. The
 //! environment variable `FUSELANE_EVERY` sets the number for all: 1 is the whole matrix.
-#![cfg(all(
-    feature = "check",
-    any(
-        feature = "wgpu",
-        feature = "vulkan",
-        feature = "metal",
-        feature = "cuda",
-        feature = "rocm"
-    )
-))]
+#![cfg(all(feature = "check", feature = "runtime"))]
 
 mod support;
 

@@ -1,11 +1,5 @@
 //! The normalization on whatever device there is, against the f64 reference.
-#![cfg(any(
-    feature = "wgpu",
-    feature = "vulkan",
-    feature = "metal",
-    feature = "cuda",
-    feature = "rocm"
-))]
+#![cfg(feature = "runtime")]
 
 mod support;
 

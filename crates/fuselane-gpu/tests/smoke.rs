@@ -1,11 +1,5 @@
 //! The shortest way through the crate, on whatever device there is.
-#![cfg(any(
-    feature = "wgpu",
-    feature = "vulkan",
-    feature = "metal",
-    feature = "cuda",
-    feature = "rocm"
-))]
+#![cfg(feature = "runtime")]
 
 use fuselane::{Act, View};
 use fuselane_gpu::{Device, Tuning, act};

@@ -1,11 +1,5 @@
 //! Softmax and its gradients against the reference, in every way that the launch layer has.
-#![cfg(any(
-    feature = "wgpu",
-    feature = "vulkan",
-    feature = "metal",
-    feature = "cuda",
-    feature = "rocm"
-))]
+#![cfg(feature = "runtime")]
 
 mod support;
 

@@ -1,12 +1,6 @@
 //! Memory of a device: what is uploaded comes back, whatever its strides, and what a call does not
 //! write to stays as it was.
-#![cfg(any(
-    feature = "wgpu",
-    feature = "vulkan",
-    feature = "metal",
-    feature = "cuda",
-    feature = "rocm"
-))]
+#![cfg(feature = "runtime")]
 
 use fuselane::{Act, DType, Element, View, ViewMut};
 use fuselane_gpu::{Device, Tensor, Tuning, act};

@@ -590,7 +590,7 @@ fn ln_1p(z: f32) -> f32 {
     v + v * w * series
 }
 
-#[cfg(all(test, any(feature = "wgpu", feature = "vulkan", feature = "cuda", feature = "rocm")))]
+#[cfg(all(test, feature = "runtime"))]
 mod tests {
     use cubecl::prelude::*;
     use fuselane::reference::ulp;
