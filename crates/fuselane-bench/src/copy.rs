@@ -8,11 +8,15 @@
 //! The buffers come from fuselane's pool, as the operators' outputs do: on huge pages where the
 //! system allows.
 
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use fuselane::{Buffer, DType, pool};
 use rayon::prelude::*;
 use serde::Serialize;
+
+/// Copies on several threads are cut at multiples of this.
+const PIECE: usize = 64 << 10;
 
 /// How bytes are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -48,11 +52,16 @@ impl Kind {
         }
     }
 
-    /// Copies with all threads of the current rayon pool, each of which takes one piece.
+    /// Copies with all threads that operators run on, each of which takes some pieces.
     fn copy_parallel(self, from: &[u8], to: &mut [u8]) {
-        let piece = from.len().div_ceil(rayon::current_num_threads()).max(1);
-        let pieces = to.par_chunks_mut(piece).zip(from.par_chunks(piece));
-        pieces.for_each(|(to, from)| self.copy(from, to));
+        let piece = from.len().div_ceil(4 * rayon::current_num_threads()).max(1);
+        let piece = piece.next_multiple_of(PIECE);
+        // Each lock is taken once.
+        let pieces: Vec<_> = to.chunks_mut(piece).zip(from.chunks(piece)).map(Mutex::new).collect();
+        fuselane::for_each_task(pieces.len(), |i| {
+            let (to, from) = &mut *pieces[i].lock().unwrap_or_else(PoisonError::into_inner);
+            self.copy(from, to);
+        });
     }
 }
 

@@ -47,6 +47,7 @@ pub mod reference;
 mod rows;
 mod scratch;
 mod simd;
+mod team;
 mod view;
 
 pub use dtype::{DType, Element, Real};
@@ -62,7 +63,7 @@ pub use ops::rotate::{Pairing, Partial, Rotate, RotateBackward};
 pub use ops::softmax::Softmax;
 pub use ops::theta::{Scaling, Theta};
 pub use ops::tokens::{FusedAct, TokenLayout};
-pub use parallel::{Executor, on_this_thread, with_executor};
+pub use parallel::{Executor, for_each_task, on_this_thread, with_executor};
 pub use pool::Buffer;
 pub use simd::{Isa, isa, with_isa};
 pub use view::{MAX_RANK, View, ViewMut};

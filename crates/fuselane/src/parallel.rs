@@ -1,8 +1,8 @@
 //! How work is cut: by rows, so that no row's result depends on the cut.
 //!
-//! Work runs on the current rayon pool (the global one, or the one a caller has installed), and on
-//! the calling thread alone where waking others would cost more than it saves, or where the caller
-//! wants it so.
+//! Work runs on the calling thread and a team of helpers ([`crate::team`]), as many as rayon's
+//! global pool has; in a rayon pool, where the caller has entered one; and on the calling thread
+//! alone where waking others would cost more than it saves, or where the caller wants it so.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -12,6 +12,7 @@ use rayon::prelude::*;
 
 use crate::dtype::Real;
 use crate::scratch::Scratch;
+use crate::team;
 
 /// Below this many bytes of operands, one thread is as fast as several.
 const WORTH_WAKING: usize = 1 << 20;
@@ -114,9 +115,29 @@ fn threads(bytes: usize) -> usize {
 
 /// Calls `work` with each of `0..tasks`, once, on all threads.
 fn spread(tasks: usize, work: impl Fn(usize) + Sync) {
-    match EXECUTOR.get() {
-        Some(executor) => executor.run(tasks, &work),
-        None => (0..tasks).into_par_iter().for_each(&work),
+    if let Some(executor) = EXECUTOR.get() {
+        return executor.run(tasks, &work);
+    }
+    let in_pool = rayon::current_thread_index().is_some();
+    if in_pool || !team::run(rayon::current_num_threads(), tasks, &work) {
+        (0..tasks).into_par_iter().for_each(&work);
+    }
+}
+
+/// Calls `work` with each of `0..tasks`, once, on the threads that operators run on, and returns when
+/// all is done: for work between two operators, or to measure what these threads can do.
+///
+/// ```
+/// use std::sync::atomic::{AtomicUsize, Ordering};
+/// let sum = AtomicUsize::new(0);
+/// fuselane::for_each_task(5, |i| drop(sum.fetch_add(i, Ordering::Relaxed)));
+/// assert_eq!(sum.into_inner(), 10);
+/// ```
+pub fn for_each_task(tasks: usize, work: impl Fn(usize) + Sync) {
+    if tasks <= 1 || current_threads() == 1 {
+        (0..tasks).for_each(work);
+    } else {
+        spread(tasks, work);
     }
 }
 
