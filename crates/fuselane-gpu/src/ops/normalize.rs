@@ -595,6 +595,7 @@ fn normalize_backward<E: Numeric, P: Size, N: Size>(
     groups: usize,
     vectors: usize,
     rows: usize,
+    blocks: usize,
     steps: usize,
     len: f32,
     scale: f32,
@@ -610,6 +611,9 @@ fn normalize_backward<E: Numeric, P: Size, N: Size>(
     let mut shared = Shared::<[f32]>::new_slice(comptime!(kind.team.shared()));
     let unit = UNIT_POS_X as usize;
     let (block, group) = (cube_number() / groups, cube_number() % groups);
+    // A grid of two dimensions has cubes beyond the last block. They have no rows, and there is no
+    // place for their partial sums.
+    let partial_end = select(block < blocks, vectors, 0usize);
     let first = group * vectors;
     let zero = Vector::<f32, N>::new(0.0f32);
     let mut sums = Array::<Vector<f32, N>>::new(comptime!(kind.kept.max(1)));
@@ -758,7 +762,7 @@ fn normalize_backward<E: Numeric, P: Size, N: Size>(
             // Sums that no register holds stay in their own place in memory.
             let own = ((block * team_rows + UNIT_POS_Y as usize) * groups + group) * vectors;
             let mut column = unit;
-            while column < vectors {
+            while column < partial_end {
                 let mut of_weight = zero;
                 let mut of_bias = zero;
                 if column < end {
@@ -812,7 +816,7 @@ fn normalize_backward<E: Numeric, P: Size, N: Size>(
         #[unroll]
         for i in 0..kept {
             let column = unit + comptime!(i * units);
-            let inside = column < vectors;
+            let inside = column < partial_end;
             if comptime!(kind.dweight) {
                 store_partial::<N>(dweight, own + column, inside, dweights[i], &mut shared, team);
             }
@@ -1093,6 +1097,7 @@ pub fn backward_into(options: &Normalize, call: NormalizeBackward<'_>) -> Result
             dweight,
             dbias,
         },
+        &|shape| x.device().empty(DType::F32, shape),
     )
 }
 
@@ -1250,7 +1255,12 @@ fn steps(rows: usize, team: Team) -> usize {
     rows.div_ceil(blocks * team.rows as usize).clamp(1, STEPS)
 }
 
-fn run_backward(options: &Normalize, call: Backward<'_>) -> Result<()> {
+/// `memory` gives that of the partial sums of parameters.
+fn run_backward(
+    options: &Normalize,
+    call: Backward<'_>,
+    memory: &dyn Fn(&[usize]) -> Result<Tensor>,
+) -> Result<()> {
     let Backward { grad, x, residual, gate, grad_sum, weight, bias, rstd, mean, .. } = call;
     let Backward { dx, dresidual, dgate, dweight, dbias, .. } = call;
     let (device, storage) = (x.device(), Storage::of(x.device(), x.dtype()));
@@ -1274,7 +1284,7 @@ fn run_backward(options: &Normalize, call: Backward<'_>) -> Result<()> {
             let ([grad, x, residual, gate, grad_sum], [dx, dresidual, dgate]) = (inputs, outputs);
             let (Some(grad), Some(x)) = (grad, x) else { return Ok(()) };
             let call = Backward { grad, x, residual, gate, grad_sum, dx, dresidual, dgate, ..call };
-            run_backward(options, call)
+            run_backward(options, call, memory)
         };
         return through_f32(NAME, inputs, [dx, dresidual, dgate], run);
     };
@@ -1301,9 +1311,8 @@ fn run_backward(options: &Normalize, call: Backward<'_>) -> Result<()> {
     let steps = if kind.needs_parameters() { steps(count, team) } else { 1 };
     let blocks = count.div_ceil(steps * team.rows as usize);
     let partial_rows = if kept > 0 { blocks } else { blocks * team.rows as usize };
-    let partials = |asked: Option<&Tensor>| {
-        asked.map(|_| device.empty(DType::F32, &[partial_rows, d])).transpose()
-    };
+    let partials =
+        |asked: Option<&Tensor>| asked.map(|_| memory(&[partial_rows, d])).transpose();
     let (dweights, dbiases) = (partials(dweight)?, partials(dbias)?);
     let numbers = largest(tensors).max(largest([dweights.as_ref(), dbiases.as_ref()]));
     let dim = CubeDim::new_2d(team.units, team.rows);
@@ -1321,7 +1330,7 @@ fn run_backward(options: &Normalize, call: Backward<'_>) -> Result<()> {
         wide(dweights.as_ref()), wide(dbiases.as_ref()),
         place(0), place(1), place(2), place(3), place(4),
         rows.operand(8).place(1), rows.operand(9).place(1), place(5), place(6), place(7),
-        rows.shape(), groups, vectors, count, steps, e as f32, options.scale as f32, kind,
+        rows.shape(), groups, vectors, count, blocks, steps, e as f32, options.scale as f32, kind,
     ));
     for (gradient, partials) in [(dweight, dweights), (dbias, dbiases)] {
         if let (Some(gradient), Some(partials)) = (gradient, partials) {
@@ -1343,4 +1352,62 @@ fn fill(tensor: &Tensor, number: f32) -> Result<()> {
     let numbers = vec![number; tensor.len()];
     let numbers = tensor.device().upload(View::new(&numbers, tensor.shape())?)?;
     narrow_into(NAME, &numbers, tensor)
+}
+
+#[cfg(all(test, feature = "wgpu"))]
+mod tests {
+    use super::*;
+    use crate::Tuning;
+    use std::cell::RefCell;
+
+    /// More cubes than one dimension of a grid has: those that are too many write nothing.
+    #[test]
+    fn nothing_is_written_beyond_the_partial_sums() {
+        for reread in [false, true] {
+            let tuning = Tuning { units: Some(1), reread: Some(reread), ..Tuning::default() };
+            let device = Device::open().expect("a device").tuned(tuning);
+            let upload = |numbers: &[f32], shape: &[usize]| {
+                device.upload(View::new(numbers, shape).expect("dense")).expect("memory")
+            };
+            // 256 blocks of 16 rows, for each of 300 groups.
+            let (rows, d) = (4096, 300);
+            let ones = upload(&vec![1.0; rows * d], &[rows, d]);
+            let gradients = [upload(&vec![0.0; d], &[d]), upload(&vec![0.0; d], &[d])];
+            let call = Backward {
+                grad: &ones,
+                x: &ones,
+                residual: None,
+                gate: None,
+                grad_sum: None,
+                weight: None,
+                bias: None,
+                rstd: &ones,
+                mean: None,
+                dx: None,
+                dresidual: None,
+                dgate: None,
+                dweight: Some(&gradients[0]),
+                dbias: Some(&gradients[1]),
+            };
+            let options = Normalize { groups: d, ..Normalize::rms_norm() };
+            let given = RefCell::new(Vec::new());
+            // Twice as much as is asked for, of which the second half is to stay.
+            let memory = |shape: &[usize]| {
+                let numbers = vec![7.0; 2 * shape[0] * shape[1]];
+                let all = upload(&numbers, &[2 * shape[0], shape[1]]);
+                given.borrow_mut().push(all.clone());
+                all.narrow(0, 0, shape[0])
+            };
+            run_backward(&options, call, &memory).expect("gradients");
+            for gradient in &gradients {
+                let numbers = gradient.download::<f32>().expect("a gradient");
+                assert!(numbers.iter().all(|&number| number == rows as f32));
+            }
+            for all in given.into_inner() {
+                let numbers = all.download::<f32>().expect("partial sums");
+                let rest = &numbers[numbers.len() / 2..];
+                assert!(rest.iter().all(|&number| number == 7.0), "reread: {reread}");
+            }
+        }
+    }
 }
