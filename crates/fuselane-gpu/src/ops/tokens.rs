@@ -310,8 +310,7 @@ fn statistic<N: Size>(
     } else {
         let row = (batch * sizes.heads + spot.head) * sizes.features * N::value();
         let mut a = Vector::<f32, N>::new(0.0f32);
-        // A slot that does not turn has no second features; what stands for them is to be finite.
-        let mut b = Vector::<f32, N>::new(1.0f32);
+        let mut b = Vector::<f32, N>::new(0.0f32);
         #[unroll]
         for i in 0..N::value() {
             if spot.slot < sizes.turning {
@@ -355,10 +354,13 @@ fn activated<N: Size>(
         _ => {
             let max = statistic::<N>(maxima, sizes, batch, spot, form);
             let sum = statistic::<N>(sums, sizes, batch, spot, form);
-            Pair::<N> {
-                a: soft::<N>(x.a, max.a, sum.a, comptime!(short && form.short_powers)),
-                b: soft::<N>(x.b, max.b, sum.b, comptime!(short && form.short_powers)),
+            let short = comptime!(short && form.short_powers);
+            let a = soft::<N>(x.a, max.a, sum.a, short);
+            let mut b = x.b;
+            if comptime!(form.is_rotate()) {
+                b = soft::<N>(x.b, max.b, sum.b, short);
             }
+            Pair::<N> { a, b: second_or_zero::<N>(b, spot.slot < sizes.turning) }
         }
     }
 }
@@ -530,11 +532,24 @@ fn fold_pair<N: Size>(
     all
 }
 
+/// The second features of a slot: 0 where it does not turn, and has none. What an activation makes
+/// of nothing may be infinite.
+#[cube]
+fn second_or_zero<N: Size>(b: Vector<f32, N>, turns: bool) -> Vector<f32, N> {
+    let mut second = Vector::<f32, N>::new(0.0f32);
+    #[unroll]
+    for i in 0..N::value() {
+        second.insert(i, select(turns, b.extract(i), 0.0f32));
+    }
+    second
+}
+
 /// exp(x - max) of a slot.
 #[cube]
 fn powers<N: Size>(
     x: &Pair<N>,
     max: f32,
+    turns: bool,
     #[comptime] short: bool,
     #[comptime] form: Form,
 ) -> Pair<N> {
@@ -547,7 +562,7 @@ fn powers<N: Size>(
             b.insert(i, math::exp_of(x.b.extract(i) - max, short));
         }
     }
-    Pair::<N> { a, b }
+    Pair::<N> { a, b: second_or_zero::<N>(b, turns) }
 }
 
 /// The token and head of a team, and where they begin to be too many.
@@ -632,10 +647,11 @@ fn encode_rows<E: Numeric, P: Size, N: Size>(
             let slot = spot.slot + comptime!(k * team.units as usize);
             if slot < sizes.slots {
                 let pair = Pair::<N> { a: first[k], b: second[k] };
-                let powers = powers::<N>(&pair, max, comptime!(form.short_powers), form);
+                let turns = slot < sizes.turning;
+                let powers = powers::<N>(&pair, max, turns, comptime!(form.short_powers), form);
                 first[k] = powers.a;
                 second[k] = powers.b;
-                sum += fold_pair::<N>(&powers, slot < sizes.turning, Fold::Sum, form);
+                sum += fold_pair::<N>(&powers, turns, Fold::Sum, form);
             }
         }
         let sum = over_units(sum, &mut shared, Fold::Sum, team);
@@ -744,10 +760,10 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
             let slot = spot.slot + comptime!(k * team.units as usize);
             if slot < sizes.slots {
                 let pair = Pair::<N> { a: first[k], b: second[k] };
-                let powers = powers::<N>(&pair, max, false, form);
+                let turns = slot < sizes.turning;
+                let powers = powers::<N>(&pair, max, turns, false, form);
                 first[k] = powers.a;
                 second[k] = powers.b;
-                let turns = slot < sizes.turning;
                 sum += fold_pair::<N>(&powers, turns, Fold::Sum, form);
                 let product = Pair::<N> { a: powers.a * dfirst[k], b: powers.b * dsecond[k] };
                 dot += fold_pair::<N>(&product, turns, Fold::Sum, form);
