@@ -2,7 +2,7 @@
 //!
 //! Everything that depends on the device is decided here, from its own properties: how numbers
 //! are stored ([`Storage`]), how many of them are loaded at once ([`Width`]), how many units work
-//! on a row ([`Rows::team`]), how wide indices are and how cubes are counted ([`Grid`]).
+//! on a row ([`team`]), how wide indices are and how cubes are counted ([`Grid`]).
 
 use cubecl::ir::FloatKind;
 use cubecl::prelude::*;
@@ -120,6 +120,8 @@ pub(crate) struct Operand {
     tensor: Tensor,
     /// The step of each dimension of the rows, in numbers.
     strides: Vec<usize>,
+    /// The steps that it was given with, those of dimensions of size 1 included.
+    given: Vec<usize>,
 }
 
 impl Operand {
@@ -140,6 +142,11 @@ pub(crate) fn buffer(tensor: &Tensor, storage: Storage) -> BufferArg {
     let words = tensor.buffer_len().div_ceil(storage.per_word());
     // SAFETY: the buffer holds that many words; it was made for them.
     unsafe { BufferArg::from_raw_parts(tensor.handle().clone(), words) }
+}
+
+/// A little memory, to stand where a kernel has an argument that it does not touch.
+pub(crate) fn unused(device: &Device) -> Result<Tensor> {
+    device.empty(DType::F32, &[16])
 }
 
 /// Numbers as a kernel's argument.
@@ -170,7 +177,8 @@ impl<const I: usize> Rows<I> {
         let rank = outer.len();
         let operands = tensors.map(|tensor| {
             let tensor = tensor?.clone();
-            Some(Operand { strides: tensor.strides()[..rank].to_vec(), tensor })
+            let strides = tensor.strides()[..rank].to_vec();
+            Some(Operand { given: strides.clone(), strides, tensor })
         });
         Self { shape: outer.to_vec(), len, operands }.merged()
     }
@@ -200,7 +208,7 @@ impl<const I: usize> Rows<I> {
     }
 
     /// Makes rows longer by the dimensions that every operand holds densely, for operators that
-    /// work element by element.
+    /// work element by element, or column by column. The width of loads has no part in their sums.
     pub(crate) fn flattened(mut self) -> Self {
         while let Some(&size) = self.shape.last() {
             let last = self.shape.len() - 1;
@@ -210,6 +218,9 @@ impl<const I: usize> Rows<I> {
             }
             self.len *= size;
             self.remove(last);
+        }
+        for operand in self.operands.iter_mut().flatten() {
+            operand.given.clone_from(&operand.strides);
         }
         self
     }
@@ -246,6 +257,9 @@ impl<const I: usize> Rows<I> {
     }
 
     /// The widest loads for rows cut at multiples of `cuts`, of the first `activations` operands.
+    ///
+    /// The order of a sum over a row depends on it. So a dimension of size 1 counts like any other: a batch of one
+    /// entry has the width that one of many has.
     pub(crate) fn width(
         &self,
         device: &Device,
@@ -255,7 +269,7 @@ impl<const I: usize> Rows<I> {
     ) -> Option<Width> {
         let operands = self.operands[..activations].iter().flatten();
         let strides = operands
-            .flat_map(|o| o.strides.iter().copied().chain([o.tensor.offset()]))
+            .flat_map(|o| o.given.iter().copied().chain([o.tensor.offset()]))
             .collect::<Vec<_>>();
         Width::of(
             device,

@@ -38,7 +38,7 @@ pub(crate) enum Fold {
 }
 
 #[cube]
-fn fold(a: f32, b: f32, #[comptime] fold: Fold) -> f32 {
+pub(crate) fn fold(a: f32, b: f32, #[comptime] fold: Fold) -> f32 {
     match comptime!(fold) {
         Fold::Sum => a + b,
         Fold::Max => a.max(b),

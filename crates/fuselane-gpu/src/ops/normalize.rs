@@ -13,7 +13,6 @@ use cubecl::prelude::*;
 use fuselane::{Act, DType, GatePosition, Normalize, Result, View, WeightForm};
 
 use crate::copy::{narrow_into, through_f32, widened};
-use crate::device::Device;
 use crate::kernel::math;
 use crate::kernel::reduce::{Fold, Team, over_lanes, over_units};
 use crate::kernel::storage::{Format, Place, cube_number, load, row_start, store};
@@ -1311,8 +1310,7 @@ fn run_backward(
     let steps = if kind.needs_parameters() { steps(count, team) } else { 1 };
     let blocks = count.div_ceil(steps * team.rows as usize);
     let partial_rows = if kept > 0 { blocks } else { blocks * team.rows as usize };
-    let partials =
-        |asked: Option<&Tensor>| asked.map(|_| memory(&[partial_rows, d])).transpose();
+    let partials = |asked: Option<&Tensor>| asked.map(|_| memory(&[partial_rows, d])).transpose();
     let (dweights, dbiases) = (partials(dweight)?, partials(dbias)?);
     let numbers = largest(tensors).max(largest([dweights.as_ref(), dbiases.as_ref()]));
     let dim = CubeDim::new_2d(team.units, team.rows);
@@ -1342,11 +1340,6 @@ fn run_backward(
     Ok(())
 }
 
-/// A little memory, to stand where a kernel has an argument that it does not touch.
-fn unused(device: &Device) -> Result<Tensor> {
-    device.empty(DType::F32, &[16])
-}
-
 /// Writes one number everywhere; for calls that have no rows.
 fn fill(tensor: &Tensor, number: f32) -> Result<()> {
     let numbers = vec![number; tensor.len()];
@@ -1357,7 +1350,7 @@ fn fill(tensor: &Tensor, number: f32) -> Result<()> {
 #[cfg(all(test, feature = "wgpu"))]
 mod tests {
     use super::*;
-    use crate::Tuning;
+    use crate::{Device, Tuning};
     use std::cell::RefCell;
 
     /// More cubes than one dimension of a grid has: those that are too many write nothing.

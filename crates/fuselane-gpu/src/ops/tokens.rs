@@ -1317,10 +1317,10 @@ impl Call<'_> {
     }
 
     fn width(&self, device: &Device, storage: Storage, tensors: &[&Tensor]) -> Option<Width> {
-        let strides = tensors.iter().flat_map(|tensor| {
-            let outer = tensor.shape()[..3].iter().zip(&tensor.strides()[..3]);
-            outer.filter(|(size, _)| **size > 1).map(|(_, stride)| *stride).chain([tensor.offset()])
-        });
+        // Those of a dimension of size 1 too: a batch of one entry is summed as one of many.
+        let strides = tensors
+            .iter()
+            .flat_map(|tensor| tensor.strides()[..3].iter().copied().chain([tensor.offset()]));
         Width::of(device, storage, strides.chain(self.cuts()))
     }
 }
