@@ -406,6 +406,18 @@ macro_rules! launch {
 }
 pub(crate) use launch;
 
+/// A new tensor for the result of a call, which has the dtype of `like`, the call's `argument`.
+pub(crate) fn result_like(
+    operator: &'static str,
+    argument: &'static str,
+    like: &Tensor,
+    shape: &[usize],
+) -> Result<Tensor> {
+    // Before the memory is asked for, so that the error is about the argument.
+    like.device().check_dtype(operator, argument, like.dtype())?;
+    like.device().empty(like.dtype(), shape)
+}
+
 /// Checks that all tensors of a call lie on one device, which has their dtypes.
 pub(crate) fn one_device<'t>(
     operator: &'static str,

@@ -2,8 +2,8 @@
 //! write to stays as it was.
 #![cfg(feature = "runtime")]
 
-use fuselane::{Act, DType, Element, View, ViewMut};
-use fuselane_gpu::{Device, Tensor, Tuning, act};
+use fuselane::{Act, Cosine, DType, Element, Normalize, Rotate, Softmax, View, ViewMut};
+use fuselane_gpu::{Device, Tensor, Tuning, act, cosine, normalize, rotate, softmax};
 use half::{bf16, f16};
 
 fn device() -> Device {
@@ -247,6 +247,21 @@ fn f64_is_refused_by_name() {
     let error = x.and_then(|x| act::forward_in_place(Act::Relu, &mut x.clone())).unwrap_err();
     let error = error.to_string();
     assert!(error.contains("f64") && error.contains(device.name()), "{error}");
+    // Calls that make a new tensor name the argument, not that tensor.
+    let x = device.upload(View::new(&[1.0f64; 8], &[1, 2, 1, 4]).unwrap()).unwrap();
+    let theta = device.upload(View::new(&[1.0f32], &[1, 1]).unwrap()).unwrap();
+    let results = [
+        ("act", act::forward(Act::Relu, &x)),
+        ("act", act::backward(Act::Relu, &x, &x)),
+        ("softmax", softmax::forward(&Softmax::default(), &x)),
+        ("normalize", normalize::forward(&Normalize::rms_norm(), &x, None)),
+        ("rotate", rotate::forward(&Rotate::default(), &x, &theta)),
+        ("cosine", cosine::forward(&Cosine::default(), &x, &theta)),
+    ];
+    for (operator, result) in results {
+        let error = result.unwrap_err().to_string();
+        assert!(error.starts_with(&format!("{operator}: x is of f64")), "{error}");
+    }
 }
 
 #[test]

@@ -17,7 +17,9 @@ use crate::kernel::math;
 use crate::kernel::reduce::{Fold, Team, over_lanes, over_units};
 use crate::kernel::storage::{Format, Place, cube_number, load, row_start, store};
 use crate::kernel::sums::sum_partials;
-use crate::launch::{Grid, Rows, Storage, buffer, largest, launch, one_device, team, with_words};
+use crate::launch::{
+    Grid, Rows, Storage, buffer, largest, launch, one_device, result_like, team, unused, with_words,
+};
 use crate::tensor::Tensor;
 
 const NAME: &str = "normalize";
@@ -999,7 +1001,7 @@ pub fn forward_into(options: &Normalize, call: NormalizeForward<'_>) -> Result<(
 
 /// The result in a new tensor, for the plain case.
 pub fn forward(options: &Normalize, x: &Tensor, weight: Option<&Tensor>) -> Result<Tensor> {
-    let mut o = x.device().empty(x.dtype(), x.shape())?;
+    let mut o = result_like(NAME, "x", x, x.shape())?;
     forward_into(options, NormalizeForward { weight, ..NormalizeForward::new(x, &mut o) })?;
     Ok(o)
 }
@@ -1015,7 +1017,7 @@ pub fn forward_keeping(
         *last = options.groups;
     }
     let statistic = || x.device().empty(DType::F32, &shape);
-    let (mut o, mut rstd) = (x.device().empty(x.dtype(), x.shape())?, statistic()?);
+    let (mut o, mut rstd) = (result_like(NAME, "x", x, x.shape())?, statistic()?);
     let mut mean = if options.center { Some(statistic()?) } else { None };
     forward_into(
         options,
@@ -1109,8 +1111,8 @@ pub fn backward(
     weight: Option<&Tensor>,
     kept: &Normalized,
 ) -> Result<NormalizeGradients> {
-    let mut dx = x.device().empty(x.dtype(), x.shape())?;
-    let like = |weight: &Tensor| x.device().empty(weight.dtype(), weight.shape());
+    let mut dx = result_like(NAME, "x", x, x.shape())?;
+    let like = |weight: &Tensor| result_like(NAME, "weight", weight, weight.shape());
     let mut dweight = weight.map(like).transpose()?;
     backward_into(
         options,

@@ -36,7 +36,8 @@ use crate::kernel::math;
 use crate::kernel::reduce::{Fold, Team, fold, over_lanes, over_units};
 use crate::kernel::storage::{Format, Place, cube_number, load, row_start, store, unit_number};
 use crate::launch::{
-    Grid, Rows, Storage, Width, buffer, largest, launch, one_device, team, with_words,
+    Grid, Rows, Storage, Width, buffer, largest, launch, one_device, result_like, team, unused,
+    with_words,
 };
 use crate::tensor::Tensor;
 
@@ -832,7 +833,7 @@ pub fn forward_into(options: &Softmax, x: &Tensor, o: &mut Tensor) -> Result<()>
 
 /// The softmax of `x` in a new tensor.
 pub fn forward(options: &Softmax, x: &Tensor) -> Result<Tensor> {
-    let mut o = x.device().empty(x.dtype(), x.shape())?;
+    let mut o = result_like(NAME, "x", x, x.shape())?;
     forward_into(options, x, &mut o)?;
     Ok(o)
 }
@@ -847,7 +848,7 @@ pub fn backward_into(options: &Softmax, o: &Tensor, grad: &Tensor, dx: &mut Tens
 
 /// `dx` of [`backward_into`] in a new tensor.
 pub fn backward(options: &Softmax, o: &Tensor, grad: &Tensor) -> Result<Tensor> {
-    let mut dx = o.device().empty(o.dtype(), o.shape())?;
+    let mut dx = result_like(NAME, "o", o, o.shape())?;
     backward_into(options, o, grad, &mut dx)?;
     Ok(dx)
 }
@@ -866,7 +867,7 @@ pub fn backward_from_input_into(
 
 /// `dx` of [`backward_from_input_into`] in a new tensor.
 pub fn backward_from_input(options: &Softmax, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
-    let mut dx = x.device().empty(x.dtype(), x.shape())?;
+    let mut dx = result_like(NAME, "x", x, x.shape())?;
     backward_from_input_into(options, x, grad, &mut dx)?;
     Ok(dx)
 }
