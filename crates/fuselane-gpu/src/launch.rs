@@ -4,6 +4,7 @@
 //! are stored ([`Storage`]), how many of them are loaded at once ([`Width`]), how many units work
 //! on a row ([`team`]), how wide indices are and how cubes are counted ([`Grid`]).
 
+use cubecl::features::Plane;
 use cubecl::ir::FloatKind;
 use cubecl::prelude::*;
 use fuselane::{DType, Error, Result};
@@ -307,7 +308,8 @@ pub(crate) fn team(device: &Device, vectors: usize, numbers: usize) -> (Team, us
     let rows = (CUBE.min(most) / units).max(1);
     let kept = if fits(units) && device.tuning().reread != Some(true) { kept(units) } else { 0 };
     let plane = device.plane();
-    (Team { units, rows, plane }, kept)
+    let sync = plane > 0 && device.properties().features.plane.contains(Plane::Sync);
+    (Team { units, rows, plane, sync }, kept)
 }
 
 /// The cubes of a launch.
