@@ -124,7 +124,7 @@ const TOKENS: usize = 64;
 /// The angles of a call.
 enum Given {
     Theta(Tensor),
-    Table(AngleTable),
+    Table(Box<AngleTable>),
 }
 
 impl Given {
@@ -137,7 +137,7 @@ impl Given {
         let theta = View::new(&theta, &shape)?;
         let table =
             fuselane::AngleTable::for_sequence(theta, columns, 0..TOKENS as i64, DType::F32)?;
-        Ok(Self::Table(AngleTable::upload(device, &table)?))
+        Ok(Self::Table(Box::new(AngleTable::upload(device, &table)?)))
     }
 
     fn angles(&self) -> Angles<'_> {
