@@ -2,7 +2,8 @@
 //!
 //! The work is cut into slots: a vector of `N` angles of one token and head, with the features that
 //! they turn, or a vector of features that no angle turns. A unit has one slot and walks over the
-//! batch, so that its sines and cosines are made once for all entries.
+//! batch, so that its sines and cosines are made once for all entries; where there are too few slots
+//! to fill a device, over a chunk of it.
 //!
 //! A softmax over the features is a reduction over the slots of a token and head: a team of units
 //! has them in registers (`encode_rows`). Statistics from a launch before serve a softmax over the
@@ -22,7 +23,9 @@ use crate::kernel::math;
 use crate::kernel::reduce::{Fold, Team, over_lanes, over_units};
 use crate::kernel::storage::{Format, Place, PlaceLaunch, load, store, unit_number};
 use crate::kernel::sums::sum_partials;
-use crate::launch::{Grid, Storage, Width, buffer, largest, launch, sequence, team, with_words};
+use crate::launch::{
+    Grid, Storage, Width, buffer, largest, launch, sequence, team, unused, with_words,
+};
 use crate::ops::softmax::column_statistics;
 use crate::tensor::Tensor;
 
@@ -78,6 +81,8 @@ impl Form {
 #[derive(CubeType, CubeLaunch)]
 struct Sizes {
     batch: usize,
+    /// Entries of the batch that a unit walks over.
+    chunk: usize,
     tokens: usize,
     heads: usize,
     /// Slots of a token and head, and those of them that turn.
@@ -104,15 +109,29 @@ struct Spot {
     slot: usize,
 }
 
+/// The spot of a slot of row number `row`, of rows counted over chunks of the batch, too.
 #[cube]
-fn spot(sizes: &Sizes, number: usize, #[comptime] form: Form) -> Spot {
-    let row = number / sizes.slots;
-    let slot = number % sizes.slots;
+fn spot(sizes: &Sizes, row: usize, slot: usize, #[comptime] form: Form) -> Spot {
+    let row = row % (sizes.tokens * sizes.heads);
     if comptime!(form.heads_inside) {
         Spot { token: row / sizes.heads, head: row % sizes.heads, slot }
     } else {
         Spot { token: row % sizes.tokens, head: row / sizes.tokens, slot }
     }
+}
+
+/// The rows of all chunks of the batch.
+#[cube]
+fn all_rows(sizes: &Sizes) -> usize {
+    let chunks = (sizes.batch + sizes.chunk - 1usize) / sizes.chunk;
+    chunks * sizes.tokens * sizes.heads
+}
+
+/// The entries of the batch that go with row number `row`: from the first one to before the second.
+#[cube]
+fn entries(sizes: &Sizes, row: usize) -> (usize, usize) {
+    let first = row / (sizes.tokens * sizes.heads) * sizes.chunk;
+    (first, sizes.batch.min(first + sizes.chunk))
 }
 
 /// Where a row begins.
@@ -381,11 +400,13 @@ fn encode<E: Numeric, P: Size, N: Size>(
     #[comptime] form: Form,
 ) {
     let unit = unit_number();
-    if unit < sizes.tokens * sizes.heads * sizes.slots {
-        let spot = spot(sizes, unit, form);
+    let row = unit / sizes.slots;
+    if row < all_rows(sizes) {
+        let spot = spot(sizes, row, unit % sizes.slots, form);
+        let (first, end) = entries(sizes, row);
         let mut turn =
             slot_turn::<N>(theta, sines, coordinates, angle_place, sizes, 0usize, &spot, form);
-        for batch in 0..sizes.batch {
+        for batch in first..end {
             if comptime!(form.angles.coordinates == Coordinates::PerBatch) {
                 let here = slot_turn::<N>(
                     theta,
@@ -445,11 +466,13 @@ fn encode_backward<E: Numeric, P: Size, N: Size>(
     #[comptime] form: Form,
 ) {
     let unit = unit_number();
-    if unit < sizes.tokens * sizes.heads * sizes.slots {
-        let spot = spot(sizes, unit, form);
+    let row = unit / sizes.slots;
+    if row < all_rows(sizes) {
+        let spot = spot(sizes, row, unit % sizes.slots, form);
+        let (first, end) = entries(sizes, row);
         let mut turn =
             slot_turn::<N>(theta, sines, coordinates, angle_place, sizes, 0usize, &spot, form);
-        for batch in 0..sizes.batch {
+        for batch in first..end {
             if comptime!(form.angles.coordinates == Coordinates::PerBatch) {
                 let here = slot_turn::<N>(
                     theta,
@@ -565,25 +588,17 @@ fn powers<N: Size>(
     Pair::<N> { a, b: second_or_zero::<N>(b, turns) }
 }
 
-/// The token and head of a team, and where they begin to be too many.
+/// The row of a team. One without a row goes along with the last one, and writes nothing.
 #[cube]
-fn team_spot(sizes: &Sizes, #[comptime] team: Team, #[comptime] form: Form) -> Spot {
+fn team_row(sizes: &Sizes, #[comptime] team: Team) -> usize {
     let row = CUBE_POS * comptime!(team.rows as usize) + UNIT_POS_Y as usize;
-    // A team without a row goes along with the last one, and writes nothing.
-    let last = sizes.tokens * sizes.heads - 1usize;
-    let row = select(row < last, row, last);
-    let slot = UNIT_POS_X as usize;
-    if comptime!(form.heads_inside) {
-        Spot { token: row / sizes.heads, head: row % sizes.heads, slot }
-    } else {
-        Spot { token: row % sizes.tokens, head: row / sizes.tokens, slot }
-    }
+    row.min(all_rows(sizes) - 1usize)
 }
 
 /// Whether the team has a row.
 #[cube]
 fn team_works(sizes: &Sizes, #[comptime] team: Team) -> bool {
-    CUBE_POS * comptime!(team.rows as usize) + (UNIT_POS_Y as usize) < sizes.tokens * sizes.heads
+    CUBE_POS * comptime!(team.rows as usize) + (UNIT_POS_Y as usize) < all_rows(sizes)
 }
 
 /// Softmax over the features, then the encoding; each unit keeps `kept` slots.
@@ -603,7 +618,9 @@ fn encode_rows<E: Numeric, P: Size, N: Size>(
     #[comptime] form: Form,
 ) {
     let mut shared = Shared::<[f32]>::new_slice(comptime!(team.shared()));
-    let spot = team_spot(sizes, team, form);
+    let row = team_row(sizes, team);
+    let spot = spot(sizes, row, UNIT_POS_X as usize, form);
+    let (first_entry, end_entry) = entries(sizes, row);
     let works = team_works(sizes, team);
     let mut cosines = Array::<Vector<f32, N>>::new(kept);
     let mut sines_kept = Array::<Vector<f32, N>>::new(kept);
@@ -618,7 +635,7 @@ fn encode_rows<E: Numeric, P: Size, N: Size>(
         cosines[k] = turn.cos;
         sines_kept[k] = turn.sin;
     }
-    for batch in 0..sizes.batch {
+    for batch in first_entry..end_entry {
         let from = start(x_place, batch, spot.token, spot.head);
         let mut first = Array::<Vector<f32, N>>::new(kept);
         let mut second = Array::<Vector<f32, N>>::new(kept);
@@ -711,9 +728,24 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
     #[comptime] form: Form,
 ) {
     let mut shared = Shared::<[f32]>::new_slice(comptime!(team.shared()));
-    let spot = team_spot(sizes, team, form);
+    let row = team_row(sizes, team);
+    let spot = spot(sizes, row, UNIT_POS_X as usize, form);
+    let (first_entry, end_entry) = entries(sizes, row);
     let works = team_works(sizes, team);
-    for batch in 0..sizes.batch {
+    let mut cosines = Array::<Vector<f32, N>>::new(kept);
+    let mut sines_kept = Array::<Vector<f32, N>>::new(kept);
+    if comptime!(form.angles.coordinates != Coordinates::PerBatch) {
+        #[unroll]
+        for k in 0..kept {
+            let slot = spot.slot + comptime!(k * team.units as usize);
+            let at = Spot { token: spot.token, head: spot.head, slot };
+            let turn =
+                slot_turn::<N>(theta, sines, coordinates, angle_place, sizes, 0usize, &at, form);
+            cosines[k] = turn.cos;
+            sines_kept[k] = turn.sin;
+        }
+    }
+    for batch in first_entry..end_entry {
         let x_from = start(x_place, batch, spot.token, spot.head);
         let grad_from = start(grad_place, batch, spot.token, spot.head);
         let mut first = Array::<Vector<f32, N>>::new(kept);
@@ -744,9 +776,22 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
                     comptime!(form.output()),
                     comptime!(form.format),
                 );
-                let at = Spot { token: spot.token, head: spot.head, slot };
-                let turn =
-                    slot_turn::<N>(theta, sines, coordinates, angle_place, sizes, batch, &at, form);
+                if comptime!(form.angles.coordinates == Coordinates::PerBatch) {
+                    let at = Spot { token: spot.token, head: spot.head, slot };
+                    let here = slot_turn::<N>(
+                        theta,
+                        sines,
+                        coordinates,
+                        angle_place,
+                        sizes,
+                        batch,
+                        &at,
+                        form,
+                    );
+                    cosines[k] = here.cos;
+                    sines_kept[k] = here.sin;
+                }
+                let turn = Turn::<N> { cos: cosines[k], sin: sines_kept[k] };
                 let pair = decoded::<N>(&pair, &turn, form);
                 dfirst[k] = pair.a;
                 dsecond[k] = pair.b;
@@ -809,10 +854,12 @@ fn row_statistics<E: Numeric, P: Size, N: Size>(
     #[comptime] form: Form,
 ) {
     let mut shared = Shared::<[f32]>::new_slice(comptime!(team.shared()));
-    let spot = team_spot(sizes, team, form);
+    let row = team_row(sizes, team);
+    let spot = spot(sizes, row, UNIT_POS_X as usize, form);
+    let (first_entry, end_entry) = entries(sizes, row);
     let works = team_works(sizes, team);
     let units = comptime!(team.units as usize);
-    for batch in 0..sizes.batch {
+    for batch in first_entry..end_entry {
         let from = start(x_place, batch, spot.token, spot.head);
         let mut max = f32::new(f32::MIN);
         let mut vector = spot.slot;
@@ -862,9 +909,11 @@ fn row_dots<E: Numeric, P: Size, N: Size>(
     #[comptime] form: Form,
 ) {
     let mut shared = Shared::<[f32]>::new_slice(comptime!(team.shared()));
-    let spot = team_spot(sizes, team, form);
+    let row = team_row(sizes, team);
+    let spot = spot(sizes, row, UNIT_POS_X as usize, form);
+    let (first_entry, end_entry) = entries(sizes, row);
     let works = team_works(sizes, team);
-    for batch in 0..sizes.batch {
+    for batch in first_entry..end_entry {
         let x_from = start(x_place, batch, spot.token, spot.head);
         let grad_from = start(grad_place, batch, spot.token, spot.head);
         let mut dot = 0.0f32;
@@ -1206,16 +1255,18 @@ impl Call<'_> {
             Positions::PerBatch(_) => Coordinates::PerBatch,
             Positions::Grid(_) => Coordinates::Grid,
         };
-        let at = |batch, token| {
-            let Self { positions, extra_tokens, sequences, .. } = *self;
-            plan::coordinates(positions, extra_tokens, sequences, tokens, batch, token)[0]
-        };
-        let listed: Vec<i64> = match coordinates {
-            Coordinates::PerToken => (0..tokens).map(|token| at(0, token)).collect(),
-            Coordinates::PerBatch => {
-                (0..batch * tokens).map(|i| at(i / tokens, i % tokens)).collect()
+        let counted_here: Vec<i64>;
+        let listed: &[i64] = match self.positions {
+            Positions::PerToken(listed) => &listed[..tokens],
+            Positions::PerBatch(listed) => &listed[..batch * tokens],
+            // Packed sequences, or far ones.
+            Positions::From(_) if counted.is_none() => {
+                let Self { positions, extra_tokens, sequences, .. } = *self;
+                let at = |t| plan::coordinates(positions, extra_tokens, sequences, tokens, 0, t)[0];
+                counted_here = (0..tokens).map(at).collect();
+                &counted_here
             }
-            Coordinates::Counted | Coordinates::Grid => Vec::new(),
+            Positions::From(_) | Positions::Grid(_) => &[],
         };
         if let (Angles::Table(_), Some(far)) =
             (&self.angles, listed.iter().find(|c| c.abs() > 2 * EXACT))
@@ -1224,8 +1275,12 @@ impl Call<'_> {
             let got = format!("is asked for coordinate {far}");
             return Err(Error::new(self.operator, "angle table", got, expected));
         }
-        let listed: Vec<f32> = listed.into_iter().map(|coordinate| coordinate as f32).collect();
-        let coordinates_there = upload(device, &listed)?;
+        let coordinates_there = if listed.is_empty() {
+            unused(device)?
+        } else {
+            let listed: Vec<f32> = listed.iter().map(|&coordinate| coordinate as f32).collect();
+            device.upload(fuselane::View::new(&listed, &[listed.len()])?)?
+        };
         let (theta, sines) = match &self.angles {
             Angles::Theta(theta) => (widened(self.operator, theta)?, coordinates_there.clone()),
             Angles::Table(table) => (table.cosines().clone(), table.sines().clone()),
@@ -1288,14 +1343,27 @@ impl Call<'_> {
         }
     }
 
-    fn sizes(&self, width: Width, tokens: usize) -> SizesLaunch {
+    /// Entries of the batch that a unit walks over, where `units` units do one entry.
+    ///
+    /// As many as make its sines and cosines cheap, unless that leaves a large device without work.
+    /// No sum depends on it.
+    fn chunk(&self, units: usize) -> usize {
+        // What the largest devices run at once, some hundred multiprocessors with 2048 units each.
+        const UNITS: usize = 1 << 18;
+        let batch = self.encoding.batch;
+        let chunks = (UNITS / units.max(1)).clamp(1, batch.max(1));
+        batch.div_ceil(chunks).max(1)
+    }
+
+    fn sizes(&self, width: Width, tokens: usize, chunk: usize) -> SizesLaunch {
         let Encoding { batch, heads, features, pairs, .. } = self.encoding;
         let (vectors, n) = (features / width.numbers, width.numbers);
         let (turning, second) = match pairs {
             None => (vectors, vectors),
             Some(pairs) => (pairs.count / n, pairs.second.unwrap_or(0) / n),
         };
-        SizesLaunch::new(batch, tokens, heads, self.slot_count(width), turning, vectors, second)
+        let slots = self.slot_count(width);
+        SizesLaunch::new(batch, chunk, tokens, heads, slots, turning, vectors, second)
     }
 
     /// Slots of a token and head.
@@ -1332,11 +1400,6 @@ fn place(tensor: &Tensor, width: Width) -> PlaceLaunch {
     // The step of a dimension of size 1 may be anything.
     let strides = outer.map(|(&size, &stride)| if size > 1 { stride / n } else { 0 });
     PlaceLaunch::new(tensor.offset() / n, sequence(strides))
-}
-
-fn upload(device: &Device, numbers: &[f32]) -> Result<Tensor> {
-    let numbers = if numbers.is_empty() { &[0.0] } else { numbers };
-    device.upload(fuselane::View::new(numbers, &[numbers.len()])?)
 }
 
 /// Encodes `x` into `o`.
@@ -1378,7 +1441,7 @@ fn forward_part(
     let storage = Storage::of(device, x.dtype());
     let width = part_width(call, device, storage, &[x, o])?;
     let (n, tokens) = (width.numbers, x.shape()[1]);
-    let rows = tokens * call.encoding.heads;
+    let (batch, rows) = (call.encoding.batch, tokens * call.encoding.heads);
     let slots = call.slot_count(width);
     let numbers = largest([Some(x), Some(o)]);
     let Prepared { theta, sines, coordinates, .. } = prepared;
@@ -1393,16 +1456,18 @@ fn forward_part(
         }
         FusedAct::SoftmaxFeatures => {
             let form = call.form(prepared, storage, Activation::Rows);
-            // Two features and their cosines and sines for each number of a slot.
+            // Two features, a cosine and a sine for each number of a slot.
             let (team, kept) = team(device, slots, 4 * n);
             if kept > 0 {
-                let grid = Grid::of_rows(operator, device, rows, team, numbers)?;
+                let chunk = call.chunk(rows * team.units as usize);
+                let all_rows = rows * batch.div_ceil(chunk);
+                let grid = Grid::of_rows(operator, device, all_rows, team, numbers)?;
                 with_words!(storage, E => launch!(
                     device, encode_rows::<E>, grid, width.words, n,
                     buffer(x, storage), buffer(o, storage),
                     floats(theta), floats(sines), floats(coordinates),
                     place(x, width), place(o, width), call.angle_place(prepared, first),
-                    call.sizes(width, tokens), kept, team, form,
+                    call.sizes(width, tokens, chunk), kept, team, form,
                 ));
                 return Ok(());
             }
@@ -1411,13 +1476,15 @@ fn forward_part(
         }
     };
     let form = call.form(prepared, storage, act);
-    let grid = Grid::of_units(operator, device, rows * slots, numbers)?;
+    let chunk = call.chunk(rows * slots);
+    let units = rows * slots * batch.div_ceil(chunk);
+    let grid = Grid::of_units(operator, device, units, numbers)?;
     with_words!(storage, E => launch!(
         device, encode::<E>, grid, width.words, n,
         buffer(x, storage), buffer(o, storage), floats(&maxima), floats(&sums),
         floats(theta), floats(sines), floats(coordinates),
         place(x, width), place(o, width), call.angle_place(prepared, first),
-        call.sizes(width, tokens), form,
+        call.sizes(width, tokens, chunk), form,
     ));
     Ok(())
 }
@@ -1447,12 +1514,14 @@ fn statistics_of_rows(
     let (maxima, sums) = (device.empty(DType::F32, shape)?, device.empty(DType::F32, shape)?);
     let (team, _) = team(device, call.encoding.features / width.numbers, 1);
     let rows = shape[1] * shape[2];
-    let grid = Grid::of_rows(call.operator, device, rows, team, largest([Some(x)]))?;
+    let chunk = call.chunk(rows * team.units as usize);
+    let all_rows = rows * shape[0].div_ceil(chunk);
+    let grid = Grid::of_rows(call.operator, device, all_rows, team, largest([Some(x)]))?;
     let form = call.form(prepared, storage, Activation::Rows);
     with_words!(storage, E => launch!(
         device, row_statistics::<E>, grid, width.words, width.numbers, buffer(x, storage),
         buffer(&maxima, Storage::F32), buffer(&sums, Storage::F32), place(x, width),
-        call.sizes(width, shape[1]), team, form,
+        call.sizes(width, shape[1], chunk), team, form,
     ));
     Ok((maxima, sums))
 }
@@ -1575,7 +1644,7 @@ fn backward_part(
     let tensors: Vec<&Tensor> = [x, Some(grad), dx].into_iter().flatten().collect();
     let width = part_width(call, device, storage, &tensors)?;
     let (n, tokens) = (width.numbers, grad.shape()[1]);
-    let rows = tokens * call.encoding.heads;
+    let (batch, rows) = (call.encoding.batch, tokens * call.encoding.heads);
     let slots = call.slot_count(width);
     let numbers = largest([x, Some(grad), dx]);
     // Where x is not needed, something has to stand for it.
@@ -1586,16 +1655,18 @@ fn backward_part(
     let mut done = dx.is_none();
     if let (FusedAct::SoftmaxFeatures, Some(dx)) = (call.act, dx) {
         let form = call.form(prepared, storage, Activation::Rows);
-        // Two features and their gradients for each number of a slot.
-        let (team, kept) = team(device, slots, 4 * n);
+        // Two features, their gradients, a cosine and a sine for each number of a slot.
+        let (team, kept) = team(device, slots, 6 * n);
         if kept > 0 {
-            let grid = Grid::of_rows(operator, device, rows, team, numbers)?;
+            let chunk = call.chunk(rows * team.units as usize);
+            let all_rows = rows * batch.div_ceil(chunk);
+            let grid = Grid::of_rows(operator, device, all_rows, team, numbers)?;
             with_words!(storage, E => launch!(
                 device, encode_rows_backward::<E>, grid, width.words, n,
                 buffer(x_there, storage), buffer(grad, storage), buffer(dx, storage),
                 floats(theta), floats(sines), floats(coordinates),
                 place(x_there, width), place(grad, width), place(dx, width),
-                call.angle_place(prepared, first), call.sizes(width, tokens), kept, team, form,
+                call.angle_place(prepared, first), call.sizes(width, tokens, chunk), kept, team, form,
             ));
             done = true;
         }
@@ -1625,18 +1696,20 @@ fn backward_part(
             Activation::Rows => {
                 let dots = device.empty(DType::F32, &x_there.shape()[..3])?;
                 let (team, _) = team(device, slots, 1);
-                let grid = Grid::of_rows(operator, device, rows, team, numbers)?;
+                let chunk = call.chunk(rows * team.units as usize);
+                let all_rows = rows * batch.div_ceil(chunk);
+                let grid = Grid::of_rows(operator, device, all_rows, team, numbers)?;
                 with_words!(storage, E => launch!(
                     device, row_dots::<E>, grid, width.words, n, buffer(x_there, storage),
                     buffer(grad, storage), floats(&dots), floats(&maxima), floats(&sums),
                     floats(theta), floats(sines), floats(coordinates),
                     place(x_there, width), place(grad, width), call.angle_place(prepared, first),
-                    call.sizes(width, tokens), team, form,
+                    call.sizes(width, tokens, chunk), team, form,
                 ));
                 dots
             }
             Activation::Columns => {
-                let Encoding { batch, heads, features, .. } = call.encoding;
+                let Encoding { heads, features, .. } = call.encoding;
                 let columns = batch * heads * features;
                 let partials = device.empty(DType::F32, &[blocks, columns])?;
                 let units = batch * heads * slots * blocks;
@@ -1646,21 +1719,23 @@ fn backward_part(
                     buffer(grad, storage), floats(&partials), floats(&maxima), floats(&sums),
                     floats(theta), floats(sines), floats(coordinates),
                     place(x_there, width), place(grad, width), call.angle_place(prepared, first),
-                    call.sizes(width, tokens), blocks, per_block, form,
+                    call.sizes(width, tokens, batch), blocks, per_block, form,
                 ));
                 let dots = device.empty(DType::F32, &[columns])?;
                 sum_partials(operator, &partials, &dots)?;
                 dots
             }
         };
-        let grid = Grid::of_units(operator, device, rows * slots, numbers)?;
+        let chunk = call.chunk(rows * slots);
+        let units = rows * slots * batch.div_ceil(chunk);
+        let grid = Grid::of_units(operator, device, units, numbers)?;
         with_words!(storage, E => launch!(
             device, encode_backward::<E>, grid, width.words, n,
             buffer(x_there, storage), buffer(grad, storage), buffer(dx, storage),
             floats(&maxima), floats(&sums), floats(&dots),
             floats(theta), floats(sines), floats(coordinates),
             place(x_there, width), place(grad, width), place(dx, width),
-            call.angle_place(prepared, first), call.sizes(width, tokens), form,
+            call.angle_place(prepared, first), call.sizes(width, tokens, chunk), form,
         ));
     }
     if dtheta.is_none() {
@@ -1675,7 +1750,7 @@ fn backward_part(
         buffer(grad, storage), floats(&partials), floats(&maxima), floats(&sums),
         floats(theta), floats(sines), floats(coordinates),
         place(x_there, width), place(grad, width), call.angle_place(prepared, first),
-        call.sizes(width, tokens), blocks, per_block, form,
+        call.sizes(width, tokens, batch), blocks, per_block, form,
     ));
     Ok(Some(partials))
 }
