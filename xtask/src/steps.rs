@@ -191,6 +191,11 @@ pub(crate) fn test_gpu(run: bool, compile: bool) -> Vec<Step> {
             "GPU tests",
             "test --release --package fuselane-gpu --features wgpu,check,sources --no-fail-fast",
         ));
+        steps.push(Step::gpu(
+            "GPU benchmarks",
+            "test --release --package fuselane-bench --bin fuselane --test program \
+             --features gpu-sources,wgpu --no-fail-fast -- gpu",
+        ));
     }
     if compile {
         steps.push(Step::here(
