@@ -408,6 +408,18 @@ macro_rules! launch {
 }
 pub(crate) use launch;
 
+/// Checks that a kernel of the operator may have so many buffers. A launch of one with too many
+/// fails on the device's thread, where nobody hears of it.
+pub(crate) fn check_buffers(operator: &'static str, device: &Device, buffers: usize) -> Result<()> {
+    let most = device.properties().hardware.max_bindings as usize;
+    // The sizes and strides of a launch are a buffer of their own.
+    if buffers < most {
+        return Ok(());
+    }
+    let got = format!("is on {}, whose kernels have {most} buffers", device.name());
+    Err(Error::new(operator, "x", got, format!("a device with {}", buffers + 1)))
+}
+
 /// A new tensor for the result of a call, which has the dtype of `like`, the call's `argument`.
 pub(crate) fn result_like(
     operator: &'static str,

@@ -18,7 +18,8 @@ use crate::kernel::reduce::{Fold, Team, over_lanes, over_units};
 use crate::kernel::storage::{Format, Place, cube_number, load, row_start, store};
 use crate::kernel::sums::sum_partials;
 use crate::launch::{
-    Grid, Rows, Storage, buffer, largest, launch, one_device, result_like, team, unused, with_words,
+    Grid, Rows, Storage, buffer, check_buffers, largest, launch, one_device, result_like, team,
+    unused, with_words,
 };
 use crate::tensor::Tensor;
 
@@ -1179,6 +1180,7 @@ fn run_forward(options: &Normalize, call: Forward<'_>) -> Result<()> {
         }
         return Ok(());
     }
+    check_buffers(NAME, device, 9)?;
     let tensors = [Some(x), residual, gate, Some(o), sum, rstd, mean];
     let rows = Rows::new(tensors, d);
     if rows.count() == 0 {
@@ -1275,6 +1277,7 @@ fn run_backward(
     if [dx, dresidual, dgate, dweight, dbias].iter().all(Option::is_none) {
         return Ok(());
     }
+    check_buffers(NAME, device, 14)?;
     let tensors =
         [Some(grad), Some(x), residual, gate, grad_sum, dx, dresidual, dgate, Some(rstd), mean];
     let rows = Rows::new(tensors, d);
@@ -1290,8 +1293,10 @@ fn run_backward(
         return through_f32(NAME, inputs, [dx, dresidual, dgate], run);
     };
     let (vectors, n) = (e / width.numbers, width.numbers);
-    // What a unit holds of each vector: the sum, the gradient, the gate, and what dweight and dbias
-    // add up to. Not a matter of which gradients are asked for, so that the bits of none are.
+    // What a unit holds of each vector, all in f32: the sum and the gradient; the gate; what dweight
+    // adds up to, where there is a weight; what dbias does, where a mean is subtracted, as then there
+    // mostly is a bias. Which gradients are asked for does not matter, so that the bits of none
+    // depend on that. Rows for which this is too much are read a second time for the results.
     let held = 2 + [gate.is_some(), weight.is_some(), options.center]
         .map(usize::from)
         .iter()
