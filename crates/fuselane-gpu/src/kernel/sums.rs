@@ -7,7 +7,6 @@
 use cubecl::prelude::*;
 use fuselane::{DType, Result};
 
-use crate::kernel::storage::cube_number;
 use crate::launch::{Grid, Storage, buffer, largest, launch};
 use crate::tensor::Tensor;
 
@@ -37,7 +36,7 @@ fn sum_rows(
     #[comptime] tile: Tile,
 ) {
     let mut shared = Shared::<[f32]>::new_slice(comptime!((tile.columns * tile.slices) as usize));
-    let (part, first) = (cube_number() / tiles, cube_number() % tiles);
+    let (part, first) = (CUBE_POS / tiles, CUBE_POS % tiles);
     let column = first * comptime!(tile.columns as usize) + UNIT_POS_X as usize;
     let unit = (UNIT_POS_Y * comptime!(tile.columns) + UNIT_POS_X) as usize;
     let end = rows.min((part + 1usize) * ROWS);

@@ -10,12 +10,12 @@
 //! too, so that a mean far above the deviation costs nothing.
 
 use cubecl::prelude::*;
-use fuselane::{Act, DType, GatePosition, Normalize, Result, View, WeightForm};
+use fuselane::{Act, DType, GatePosition, Normalize, Result, WeightForm};
 
-use crate::copy::{narrow_into, through_f32, widened};
+use crate::copy::{fill, through_f32, widened, write_f32};
 use crate::kernel::math;
 use crate::kernel::reduce::{Fold, Team, over_lanes, over_units};
-use crate::kernel::storage::{Format, Place, cube_number, load, row_start, store};
+use crate::kernel::storage::{Format, Place, load, row_start, store};
 use crate::kernel::sums::sum_partials;
 use crate::launch::{
     Grid, Rows, Storage, buffer, check_buffers, largest, launch, one_device, result_like, team,
@@ -188,7 +188,7 @@ fn normalize_forward<E: Numeric, P: Size, N: Size>(
     let units = comptime!(kind.team.units as usize);
     let format = comptime!(kind.inputs.format);
     let mut shared = Shared::<[f32]>::new_slice(comptime!(kind.team.shared()));
-    let number = cube_number() * comptime!(kind.team.rows as usize) + UNIT_POS_Y as usize;
+    let number = CUBE_POS * comptime!(kind.team.rows as usize) + UNIT_POS_Y as usize;
     let unit = UNIT_POS_X as usize;
     // Units beyond the last row sum zeros.
     let end = select(number < rows, vectors, 0usize);
@@ -612,7 +612,7 @@ fn normalize_backward<E: Numeric, P: Size, N: Size>(
     let gated = comptime!(kind.inputs.gate != Gate::None);
     let mut shared = Shared::<[f32]>::new_slice(comptime!(kind.team.shared()));
     let unit = UNIT_POS_X as usize;
-    let (block, group) = (cube_number() / groups, cube_number() % groups);
+    let (block, group) = (CUBE_POS / groups, CUBE_POS % groups);
     // A grid of two dimensions has cubes beyond the last block. They have no rows, and there is no
     // place for their partial sums.
     let partial_end = select(block < blocks, vectors, 0usize);
@@ -1176,7 +1176,7 @@ fn run_forward(options: &Normalize, call: Forward<'_>) -> Result<()> {
     let d = x.shape().last().copied().unwrap_or(1);
     if d == 0 {
         for statistic in rstd.into_iter().chain(mean) {
-            fill(statistic, f32::NAN)?;
+            fill(NAME, statistic, f32::NAN)?;
         }
         return Ok(());
     }
@@ -1270,7 +1270,7 @@ fn run_backward(
     let d = x.shape().last().copied().unwrap_or(1);
     if x.is_empty() {
         for gradient in dweight.into_iter().chain(dbias) {
-            fill(gradient, 0.0)?;
+            fill(NAME, gradient, 0.0)?;
         }
         return Ok(());
     }
@@ -1339,25 +1339,17 @@ fn run_backward(
     ));
     for (gradient, partials) in [(dweight, dweights), (dbias, dbiases)] {
         if let (Some(gradient), Some(partials)) = (gradient, partials) {
-            let sum = device.empty(DType::F32, &[d])?;
-            sum_partials(NAME, &partials, &sum)?;
-            narrow_into(NAME, &sum, gradient)?;
+            write_f32(NAME, gradient, |sum| sum_partials(NAME, &partials, sum))?;
         }
     }
     Ok(())
-}
-
-/// Writes one number everywhere; for calls that have no rows.
-fn fill(tensor: &Tensor, number: f32) -> Result<()> {
-    let numbers = vec![number; tensor.len()];
-    let numbers = tensor.device().upload(View::new(&numbers, tensor.shape())?)?;
-    narrow_into(NAME, &numbers, tensor)
 }
 
 #[cfg(all(test, feature = "wgpu"))]
 mod tests {
     use super::*;
     use crate::{Device, Tuning};
+    use fuselane::View;
     use std::cell::RefCell;
 
     /// More cubes than one dimension of a grid has: those that are too many write nothing.

@@ -21,7 +21,8 @@
 //! column_statistics(operator: &'static str, x: &Tensor, dim: usize) -> Result<(Tensor, Tensor)>
 //! ```
 //!
-//! gives the maxima and the sums of exp(x - maximum) in f32, of x's shape with 1 for `dim`.
+//! gives the maxima and the inverses of the sums of exp(x - maximum) in f32, of x's shape with 1 for
+//! `dim`.
 //!
 //! The maximum starts at the least finite number, not at minus infinity, which shaders cannot
 //! write. A row of nothing but minus infinity has that for its maximum and 0 for its sum, and no
@@ -34,7 +35,7 @@ use crate::copy::{through_f32, widened};
 use crate::device::Device;
 use crate::kernel::math;
 use crate::kernel::reduce::{Fold, Team, fold, over_lanes, over_units};
-use crate::kernel::storage::{Format, Place, cube_number, load, row_start, store, unit_number};
+use crate::kernel::storage::{Format, Place, load, row_start, store, unit_number};
 use crate::launch::{
     Grid, Rows, Storage, Width, buffer, largest, launch, one_device, result_like, team, unused,
     with_words,
@@ -363,7 +364,7 @@ fn softmax_rows<E: Numeric, P: Size, N: Size>(
     #[comptime] plan: Plan,
 ) {
     let mut shared = Shared::<[f32]>::new_slice(comptime!(team.shared()));
-    let row = cube_number() * comptime!(team.rows as usize) + UNIT_POS_Y as usize;
+    let row = CUBE_POS * comptime!(team.rows as usize) + UNIT_POS_Y as usize;
     let inside = row < rows;
     // Units beyond the last row repeat it, up to the stores.
     let row = row.min(rows - 1);
@@ -720,8 +721,8 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
     let mut shared = Shared::<[f32]>::new_slice(comptime!(tile.units() * lanes));
     let columns = comptime!(tile.columns as usize);
     let tiles = (total + comptime!(columns - 1)) / columns;
-    let piece = cube_number() / tiles;
-    let c = (cube_number() % tiles) * columns + UNIT_POS_X as usize;
+    let piece = CUBE_POS / tiles;
+    let c = (CUBE_POS % tiles) * columns + UNIT_POS_X as usize;
     let inside = c < total && piece < pieces;
     // Units beyond the last column repeat it, up to the stores.
     let c = c.min(total - 1);
@@ -806,12 +807,12 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
     }
 }
 
-/// Merges the maxima and sums of pieces, one column for each unit.
+/// Merges the maxima and sums of pieces, one column for each unit, and gives the inverses of the sums.
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn softmax_statistics(
     pieces: &[f32],
     max: &mut [f32],
-    sum: &mut [f32],
+    inverse: &mut [f32],
     total: usize,
     count: usize,
     #[comptime] plan: Plan,
@@ -820,7 +821,7 @@ fn softmax_statistics(
     if c < total {
         let sums = over_pieces::<Const<1>>(pieces, c, total, count, 0usize, 1usize, plan);
         max[c] = sums.max.extract(0usize);
-        sum[c] = sums.sum.extract(0usize);
+        inverse[c] = 1.0f32 / sums.sum.extract(0usize);
     }
 }
 
@@ -872,8 +873,9 @@ pub fn backward_from_input(options: &Softmax, x: &Tensor, grad: &Tensor) -> Resu
     Ok(dx)
 }
 
-/// The maxima along dimension `dim` of `x`, and the sums of exp(x - maximum), in f32 and of the
-/// same shape with 1 for `dim`; in index order, where the contiguous dimension of `x` is its last.
+/// The maxima along dimension `dim` of `x`, and the inverses of the sums of exp(x - maximum), in f32
+/// and of the same shape with 1 for `dim`; in index order, where the contiguous dimension of `x` is
+/// its last.
 ///
 /// A column of nothing but minus infinity has the sum 0; one with a NaN or a plus infinity has NaN.
 pub(crate) fn column_statistics(
@@ -895,27 +897,37 @@ pub(crate) fn column_statistics(
         if dim + 1 < shape.len() {
             return column_statistics(operator, &x, dim);
         }
-        let (max, sum) =
+        let (max, inverse) =
             column_statistics(operator, &x.reshape(&[x.shape(), &[1]].concat())?, dim)?;
-        return Ok((max.reshape(&shape)?, sum.reshape(&shape)?));
+        return Ok((max.reshape(&shape)?, inverse.reshape(&shape)?));
     }
     let x = x.permute(&order)?;
     let storage = Storage::of(device, x.dtype());
     let Some(columns) = Columns::new([&x, &x, &x], place, storage)? else {
-        let (max, sum) = column_statistics(operator, &widened(operator, &x)?, place)?;
-        return Ok((back(&max, &order)?, back(&sum, &order)?));
+        let (max, inverse) = column_statistics(operator, &widened(operator, &x)?, place)?;
+        return Ok((back(&max, &order)?, back(&inverse, &order)?));
     };
     let plan = Plan::new(&Softmax::default(), Kind::Forward, storage);
     let plan = Plan { short: false, ..plan };
     let pieces = columns.sums(device, plan)?;
     columns.launch(operator, Stage::Pieces, &pieces, plan)?;
     let shape: Vec<usize> = order.iter().map(|&d| shape[d]).collect();
-    let [max, sum] = [device.empty(DType::F32, &shape)?, device.empty(DType::F32, &shape)?];
+    let [max, inverse] = [device.empty(DType::F32, &shape)?, device.empty(DType::F32, &shape)?];
     let total = max.len();
     let grid = Grid::of_units(operator, device, total, largest([Some(&pieces)]))?;
-    let [from, to_max, to_sum] = [&pieces, &max, &sum].map(|t| buffer(t, Storage::F32));
-    launch!(device, softmax_statistics, grid, from, to_max, to_sum, total, columns.pieces, plan);
-    Ok((back(&max, &order)?, back(&sum, &order)?))
+    let [from, to_max, to_inverse] = [&pieces, &max, &inverse].map(|t| buffer(t, Storage::F32));
+    launch!(
+        device,
+        softmax_statistics,
+        grid,
+        from,
+        to_max,
+        to_inverse,
+        total,
+        columns.pieces,
+        plan
+    );
+    Ok((back(&max, &order)?, back(&inverse, &order)?))
 }
 
 fn run(

@@ -14,7 +14,7 @@ use fuselane::plan::Encoding;
 use fuselane::{Act, DType, Error, FusedAct, Positions, Result, TokenLayout, plan};
 
 use crate::angles::Angles;
-use crate::copy::{narrow_into, widened};
+use crate::copy::{fill, narrow_into, through_f32, widened, write_f32};
 use crate::device::Device;
 use crate::kernel::angles::{
     AngleForm, AnglePlace, AnglePlaceLaunch, Coordinates, Turn, coordinates_of, turn,
@@ -24,7 +24,8 @@ use crate::kernel::reduce::{Fold, Team, over_lanes, over_units};
 use crate::kernel::storage::{Format, Place, PlaceLaunch, load, store, unit_number};
 use crate::kernel::sums::sum_partials;
 use crate::launch::{
-    Grid, Storage, Width, buffer, largest, launch, sequence, team, unused, with_words,
+    Grid, Storage, Width, buffer, check_buffers, largest, launch, sequence, team, unused,
+    with_words,
 };
 use crate::ops::softmax::column_statistics;
 use crate::tensor::Tensor;
@@ -297,20 +298,20 @@ fn decoded<N: Size>(grad: &Pair<N>, turn: &Turn<N>, #[comptime] form: Form) -> P
     }
 }
 
-/// exp(x - max) / sum of each number.
+/// exp(x - max) of each number, by the inverse of its sum.
 #[cube]
 fn soft<N: Size>(
     x: Vector<f32, N>,
     max: Vector<f32, N>,
-    sum: Vector<f32, N>,
+    inverse: Vector<f32, N>,
     #[comptime] short: bool,
 ) -> Vector<f32, N> {
     let mut y = Vector::<f32, N>::new(0.0f32);
     #[unroll]
     for i in 0..N::value() {
-        y.insert(i, math::exp_of(x.extract(i) - max.extract(i), short) / sum.extract(i));
+        y.insert(i, math::exp_of(x.extract(i) - max.extract(i), short));
     }
-    y
+    y * inverse
 }
 
 /// The statistics of a slot's numbers.
@@ -359,7 +360,7 @@ fn statistic<N: Size>(
 fn activated<N: Size>(
     x: &Pair<N>,
     maxima: &[f32],
-    sums: &[f32],
+    inverses: &[f32],
     sizes: &Sizes,
     batch: usize,
     spot: &Spot,
@@ -372,12 +373,12 @@ fn activated<N: Size>(
         }
         _ => {
             let max = statistic::<N>(maxima, sizes, batch, spot, form);
-            let sum = statistic::<N>(sums, sizes, batch, spot, form);
+            let inverse = statistic::<N>(inverses, sizes, batch, spot, form);
             let short = comptime!(short && form.short_powers);
-            let a = soft::<N>(x.a, max.a, sum.a, short);
+            let a = soft::<N>(x.a, max.a, inverse.a, short);
             let mut b = x.b;
             if comptime!(form.is_rotate()) {
-                b = soft::<N>(x.b, max.b, sum.b, short);
+                b = soft::<N>(x.b, max.b, inverse.b, short);
             }
             Pair::<N> { a, b: second_or_zero::<N>(b, spot.slot < sizes.turning) }
         }
@@ -389,7 +390,7 @@ fn encode<E: Numeric, P: Size, N: Size>(
     x: &[Vector<E, P>],
     o: &mut [Vector<E, P>],
     maxima: &[f32],
-    sums: &[f32],
+    inverses: &[f32],
     theta: &[f32],
     sines: &[f32],
     coordinates: &[f32],
@@ -430,8 +431,16 @@ fn encode<E: Numeric, P: Size, N: Size>(
                 comptime!(form.slots),
                 comptime!(form.format),
             );
-            let y =
-                activated::<N>(&x, maxima, sums, sizes, batch, &spot, form, comptime!(form.short));
+            let y = activated::<N>(
+                &x,
+                maxima,
+                inverses,
+                sizes,
+                batch,
+                &spot,
+                form,
+                comptime!(form.short),
+            );
             let to = start(o_place, batch, spot.token, spot.head);
             store_slot::<E, P, N>(
                 o,
@@ -453,7 +462,7 @@ fn encode_backward<E: Numeric, P: Size, N: Size>(
     grad: &[Vector<E, P>],
     dx: &mut [Vector<E, P>],
     maxima: &[f32],
-    sums: &[f32],
+    inverses: &[f32],
     dots: &[f32],
     theta: &[f32],
     sines: &[f32],
@@ -513,7 +522,8 @@ fn encode_backward<E: Numeric, P: Size, N: Size>(
                         dy.b = math::pull_back::<N>(x.b, dy.b, act, comptime!(form.short));
                     }
                     _ => {
-                        let y = activated::<N>(&x, maxima, sums, sizes, batch, &spot, form, false);
+                        let y =
+                            activated::<N>(&x, maxima, inverses, sizes, batch, &spot, form, false);
                         let dot = statistic::<N>(dots, sizes, batch, &spot, form);
                         dy.a = y.a * (dy.a - dot.a);
                         dy.b = y.b * (dy.b - dot.b);
@@ -841,13 +851,13 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
     }
 }
 
-/// The maximum and the sum of exp(x - max) of each (batch, token, head), by teams that read a row
+/// The maximum, and the inverse of the sum of exp(x - max), of each (batch, token, head), by teams that read a row
 /// twice: for rows that no registers hold, and for dtheta.
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn row_statistics<E: Numeric, P: Size, N: Size>(
     x: &[Vector<E, P>],
     maxima: &mut [f32],
-    sums: &mut [f32],
+    inverses: &mut [f32],
     x_place: &Place,
     sizes: &Sizes,
     #[comptime] team: Team,
@@ -885,7 +895,7 @@ fn row_statistics<E: Numeric, P: Size, N: Size>(
         if works && UNIT_POS_X == 0u32 {
             let row = (batch * sizes.tokens + spot.token) * sizes.heads + spot.head;
             maxima[row] = max;
-            sums[row] = sum;
+            inverses[row] = 1.0f32 / sum;
         }
     }
 }
@@ -897,7 +907,7 @@ fn row_dots<E: Numeric, P: Size, N: Size>(
     grad: &[Vector<E, P>],
     dots: &mut [f32],
     maxima: &[f32],
-    sums: &[f32],
+    inverses: &[f32],
     theta: &[f32],
     sines: &[f32],
     coordinates: &[f32],
@@ -924,7 +934,7 @@ fn row_dots<E: Numeric, P: Size, N: Size>(
                 x,
                 grad,
                 maxima,
-                sums,
+                inverses,
                 theta,
                 sines,
                 coordinates,
@@ -952,7 +962,7 @@ fn product_of_slot<E: Numeric, P: Size, N: Size>(
     x: &[Vector<E, P>],
     grad: &[Vector<E, P>],
     maxima: &[f32],
-    sums: &[f32],
+    inverses: &[f32],
     theta: &[f32],
     sines: &[f32],
     coordinates: &[f32],
@@ -972,7 +982,7 @@ fn product_of_slot<E: Numeric, P: Size, N: Size>(
         comptime!(form.slots),
         comptime!(form.format),
     );
-    let y = activated::<N>(&x, maxima, sums, sizes, batch, spot, form, false);
+    let y = activated::<N>(&x, maxima, inverses, sizes, batch, spot, form, false);
     let grad = load_slot::<E, P, N>(
         grad,
         grad_from,
@@ -994,7 +1004,7 @@ fn column_dots<E: Numeric, P: Size, N: Size>(
     grad: &[Vector<E, P>],
     partials: &mut [Vector<f32, N>],
     maxima: &[f32],
-    sums: &[f32],
+    inverses: &[f32],
     theta: &[f32],
     sines: &[f32],
     coordinates: &[f32],
@@ -1025,7 +1035,7 @@ fn column_dots<E: Numeric, P: Size, N: Size>(
                     x,
                     grad,
                     maxima,
-                    sums,
+                    inverses,
                     theta,
                     sines,
                     coordinates,
@@ -1062,7 +1072,7 @@ fn angle_gradients<E: Numeric, P: Size, N: Size>(
     grad: &[Vector<E, P>],
     partials: &mut [Vector<f32, N>],
     maxima: &[f32],
-    sums: &[f32],
+    inverses: &[f32],
     theta: &[f32],
     sines: &[f32],
     coordinates: &[f32],
@@ -1135,7 +1145,7 @@ fn angle_gradients<E: Numeric, P: Size, N: Size>(
                         comptime!(form.slots),
                         comptime!(form.format),
                     );
-                    let y = activated::<N>(&x, maxima, sums, sizes, batch, &at, form, false);
+                    let y = activated::<N>(&x, maxima, inverses, sizes, batch, &at, form, false);
                     let grad = load_slot::<E, P, N>(
                         grad,
                         start(grad_place, batch, token, head),
@@ -1408,18 +1418,19 @@ pub(crate) fn forward(call: &Call<'_>, x: &Tensor, o: &Tensor) -> Result<()> {
         return Ok(());
     }
     let device = o.device();
+    check_buffers(call.operator, device, 7)?;
     let prepared = call.prepare(device)?;
     let order = call.order();
     let (x, o) = (x.permute(&order)?, o.permute(&order)?);
     let storage = Storage::of(device, x.dtype());
-    if call.width(device, storage, &[&x, &o]).is_none() {
-        // Two bf16 of a word belong to two units: through f32.
-        let wide_x = widened(call.operator, &x)?;
-        let wide_o = device.empty(DType::F32, o.shape())?;
-        forward_parts(call, &prepared, &wide_x, &wide_o)?;
-        return narrow_into(call.operator, &wide_o, &o);
+    if call.width(device, storage, &[&x, &o]).is_some() {
+        return forward_parts(call, &prepared, &x, &o);
     }
-    forward_parts(call, &prepared, &x, &o)
+    // Two bf16 of a word belong to two units.
+    through_f32(call.operator, [Some(&x)], [Some(&o)], |[x], [o]| match (x, o) {
+        (Some(x), Some(o)) => forward_parts(call, &prepared, x, o),
+        _ => Ok(()),
+    })
 }
 
 fn forward_parts(call: &Call<'_>, prepared: &Prepared, x: &Tensor, o: &Tensor) -> Result<()> {
@@ -1446,13 +1457,13 @@ fn forward_part(
     let numbers = largest([Some(x), Some(o)]);
     let Prepared { theta, sines, coordinates, .. } = prepared;
     let floats = |tensor: &Tensor| buffer(tensor, Storage::F32);
-    let (act, maxima, sums) = match call.act {
+    let (act, maxima, inverses) = match call.act {
         FusedAct::Elementwise(act) => {
             (Activation::Elementwise(act), coordinates.clone(), coordinates.clone())
         }
         FusedAct::SoftmaxSequence => {
-            let (maxima, sums) = column_statistics(operator, x, 1)?;
-            (Activation::Columns, maxima, sums)
+            let (maxima, inverses) = column_statistics(operator, x, 1)?;
+            (Activation::Columns, maxima, inverses)
         }
         FusedAct::SoftmaxFeatures => {
             let form = call.form(prepared, storage, Activation::Rows);
@@ -1471,8 +1482,8 @@ fn forward_part(
                 ));
                 return Ok(());
             }
-            let (maxima, sums) = statistics_of_rows(call, prepared, x)?;
-            (Activation::Rows, maxima, sums)
+            let (maxima, inverses) = statistics_of_rows(call, prepared, x)?;
+            (Activation::Rows, maxima, inverses)
         }
     };
     let form = call.form(prepared, storage, act);
@@ -1481,7 +1492,7 @@ fn forward_part(
     let grid = Grid::of_units(operator, device, units, numbers)?;
     with_words!(storage, E => launch!(
         device, encode::<E>, grid, width.words, n,
-        buffer(x, storage), buffer(o, storage), floats(&maxima), floats(&sums),
+        buffer(x, storage), buffer(o, storage), floats(&maxima), floats(&inverses),
         floats(theta), floats(sines), floats(coordinates),
         place(x, width), place(o, width), call.angle_place(prepared, first),
         call.sizes(width, tokens, chunk), form,
@@ -1511,7 +1522,7 @@ fn statistics_of_rows(
     let storage = Storage::of(device, x.dtype());
     let width = part_width(call, device, storage, &[x])?;
     let shape = &x.shape()[..3];
-    let (maxima, sums) = (device.empty(DType::F32, shape)?, device.empty(DType::F32, shape)?);
+    let (maxima, inverses) = (device.empty(DType::F32, shape)?, device.empty(DType::F32, shape)?);
     let (team, _) = team(device, call.encoding.features / width.numbers, 1);
     let rows = shape[1] * shape[2];
     let chunk = call.chunk(rows * team.units as usize);
@@ -1520,10 +1531,10 @@ fn statistics_of_rows(
     let form = call.form(prepared, storage, Activation::Rows);
     with_words!(storage, E => launch!(
         device, row_statistics::<E>, grid, width.words, width.numbers, buffer(x, storage),
-        buffer(&maxima, Storage::F32), buffer(&sums, Storage::F32), place(x, width),
+        buffer(&maxima, Storage::F32), buffer(&inverses, Storage::F32), place(x, width),
         call.sizes(width, shape[1], chunk), team, form,
     ));
-    Ok((maxima, sums))
+    Ok((maxima, inverses))
 }
 
 /// Tensors of a backward call.
@@ -1538,97 +1549,94 @@ pub(crate) struct Gradients<'a> {
 /// Pulls `grad` back through the encoding and the activation.
 pub(crate) fn backward(call: &Call<'_>, gradients: Gradients<'_>) -> Result<()> {
     let Gradients { x, grad, dx, dtheta } = gradients;
-    let device = grad.device();
-    let split = call.encoding.split;
-    let angle_sums = device.empty(DType::F32, &[split.theta_heads * split.count])?;
+    let (device, operator) = (grad.device(), call.operator);
     if x.is_none() && dx.is_none() {
         return Ok(());
     }
     if call.encoding.is_empty() {
-        if let Some(dtheta) = dtheta {
-            let zeros = vec![0.0f32; dtheta.len()];
-            let zeros = device.upload(fuselane::View::new(&zeros, dtheta.shape())?)?;
-            narrow_into(call.operator, &zeros, dtheta)?;
-        }
-        return Ok(());
+        return dtheta.map_or(Ok(()), |dtheta| fill(operator, dtheta, 0.0));
     }
+    check_buffers(operator, device, 9)?;
     let prepared = call.prepare(device)?;
     let order = call.order();
-    let mut x = x.map(|x| x.permute(&order)).transpose()?;
-    let mut grad = grad.permute(&order)?;
+    let x = x.map(|x| x.permute(&order)).transpose()?;
+    let grad = grad.permute(&order)?;
     let dx = dx.map(|dx| dx.permute(&order)).transpose()?;
-    let mut dx_there = dx.clone();
     let storage = Storage::of(device, grad.dtype());
     let tensors: Vec<&Tensor> =
         [x.as_ref(), Some(&grad), dx.as_ref()].into_iter().flatten().collect();
-    let packed = call.width(device, storage, &tensors).is_none();
-    if packed {
-        x = x.map(|x| widened(call.operator, &x)).transpose()?;
-        grad = widened(call.operator, &grad)?;
-        dx_there = dx.as_ref().map(|dx| device.empty(DType::F32, dx.shape())).transpose()?;
-    }
     let mut partials = Vec::new();
-    for (first, len) in call.parts() {
-        let x = x.as_ref().map(|x| x.narrow(1, first, len)).transpose()?;
-        let dx = dx_there.as_ref().map(|dx| dx.narrow(1, first, len)).transpose()?;
-        let grad = grad.narrow(1, first, len)?;
-        let gradients = Gradients { x: x.as_ref(), grad: &grad, dx: dx.as_ref(), dtheta };
-        partials.extend(backward_part(call, &prepared, first, gradients)?);
-    }
-    if let (true, Some(wide), Some(dx)) = (packed, &dx_there, &dx) {
-        narrow_into(call.operator, wide, dx)?;
+    let mut run = |[x, grad]: [Option<&Tensor>; 2], [dx]: [Option<&Tensor>; 1]| {
+        let Some(grad) = grad else { return Ok(()) };
+        let gradients = Gradients { x, grad, dx, dtheta };
+        partials = backward_parts(call, &prepared, gradients)?;
+        Ok(())
+    };
+    let (inputs, outputs) = ([x.as_ref(), Some(&grad)], [dx.as_ref()]);
+    if call.width(device, storage, &tensors).is_some() {
+        run(inputs, outputs)?;
+    } else {
+        through_f32(operator, inputs, outputs, run)?;
     }
     let Some(dtheta) = dtheta else { return Ok(()) };
+    let split = call.encoding.split;
+    let angle_sums = sum_of_parts(call, device, &partials)?;
     let len = dtheta.len();
-    let sums_of_parts = partials
-        .iter()
-        .map(|partial| {
-            let columns = angle_sums.len();
-            let sums = device.empty(DType::F32, &[columns])?;
-            let partial = partial.reshape(&[partial.len() / columns.max(1), columns])?;
-            sum_partials(call.operator, &partial, &sums)?;
-            Ok(sums)
-        })
-        .collect::<Result<Vec<_>>>()?;
-    let angle_sums = match sums_of_parts.as_slice() {
-        [only] => only.clone(),
-        parts => sum_of_parts(call.operator, device, parts, &angle_sums)?,
-    };
-    let gathered = device.empty(DType::F32, dtheta.shape())?;
-    let grid = Grid::of_units(call.operator, device, len, len)?;
-    launch!(
-        device,
-        gather,
-        grid,
-        buffer(&angle_sums, Storage::F32),
-        buffer(&gathered, Storage::F32),
-        split.count,
-        split.theta_columns,
-        split.per_axis,
-        len,
-        split.theta_columns == 1,
-    );
-    narrow_into(call.operator, &gathered, dtheta)
+    let grid = Grid::of_units(operator, device, len, len)?;
+    write_f32(operator, dtheta, |gathered| {
+        launch!(
+            device,
+            gather,
+            grid,
+            buffer(&angle_sums, Storage::F32),
+            buffer(gathered, Storage::F32),
+            split.count,
+            split.theta_columns,
+            split.per_axis,
+            len,
+            split.theta_columns == 1,
+        );
+        Ok(())
+    })
 }
 
-/// The sum of the parts' sums, in their order.
-fn sum_of_parts(
-    operator: &'static str,
-    device: &Device,
-    parts: &[Tensor],
-    total: &Tensor,
-) -> Result<Tensor> {
-    let columns = total.len();
-    let all = device.empty(DType::F32, &[parts.len().max(1), columns])?;
-    if parts.is_empty() {
-        let zeros = vec![0.0f32; columns];
-        return device.upload(fuselane::View::new(&zeros, &[columns])?);
+/// Writes dx, and returns the partial sums of the angles' gradients of each part.
+fn backward_parts(
+    call: &Call<'_>,
+    prepared: &Prepared,
+    gradients: Gradients<'_>,
+) -> Result<Vec<Tensor>> {
+    let Gradients { x, grad, dx, dtheta } = gradients;
+    let mut partials = Vec::new();
+    for (first, len) in call.parts() {
+        let x = x.map(|x| x.narrow(1, first, len)).transpose()?;
+        let dx = dx.map(|dx| dx.narrow(1, first, len)).transpose()?;
+        let grad = grad.narrow(1, first, len)?;
+        let gradients = Gradients { x: x.as_ref(), grad: &grad, dx: dx.as_ref(), dtheta };
+        partials.extend(backward_part(call, prepared, first, gradients)?);
     }
-    for (i, part) in parts.iter().enumerate() {
-        narrow_into(operator, part, &all.narrow(0, i, 1)?.reshape(&[columns])?)?;
+    Ok(partials)
+}
+
+/// The sums of the angles' gradients: over the blocks of each part, and over the parts, in their
+/// order.
+fn sum_of_parts(call: &Call<'_>, device: &Device, partials: &[Tensor]) -> Result<Tensor> {
+    let (operator, split) = (call.operator, call.encoding.split);
+    let columns = split.theta_heads * split.count;
+    let sum = |partials: &Tensor| {
+        let sums = device.empty(DType::F32, &[columns])?;
+        let rows = partials.len() / columns.max(1);
+        sum_partials(operator, &partials.reshape(&[rows, columns])?, &sums)?;
+        Ok(sums)
+    };
+    if let [only] = partials {
+        return sum(only);
     }
-    sum_partials(operator, &all, total)?;
-    Ok(total.clone())
+    let all = device.empty(DType::F32, &[partials.len(), columns])?;
+    for (i, part) in partials.iter().enumerate() {
+        narrow_into(operator, &sum(part)?, &all.narrow(0, i, 1)?.reshape(&[columns])?)?;
+    }
+    sum(&all)
 }
 
 /// Writes dx of a part, and returns the partial sums of the angles' gradients.
@@ -1674,15 +1682,15 @@ fn backward_part(
     if done && dtheta.is_none() {
         return Ok(None);
     }
-    let (act, maxima, sums) = match call.act {
+    let (act, maxima, inverses) = match call.act {
         FusedAct::Elementwise(act) => (Activation::Elementwise(act), none(), none()),
         FusedAct::SoftmaxSequence => {
-            let (maxima, sums) = column_statistics(operator, x_there, 1)?;
-            (Activation::Columns, maxima, sums)
+            let (maxima, inverses) = column_statistics(operator, x_there, 1)?;
+            (Activation::Columns, maxima, inverses)
         }
         FusedAct::SoftmaxFeatures => {
-            let (maxima, sums) = statistics_of_rows(call, prepared, x_there)?;
-            (Activation::Rows, maxima, sums)
+            let (maxima, inverses) = statistics_of_rows(call, prepared, x_there)?;
+            (Activation::Rows, maxima, inverses)
         }
     };
     let form = call.form(prepared, storage, act);
@@ -1701,7 +1709,7 @@ fn backward_part(
                 let grid = Grid::of_rows(operator, device, all_rows, team, numbers)?;
                 with_words!(storage, E => launch!(
                     device, row_dots::<E>, grid, width.words, n, buffer(x_there, storage),
-                    buffer(grad, storage), floats(&dots), floats(&maxima), floats(&sums),
+                    buffer(grad, storage), floats(&dots), floats(&maxima), floats(&inverses),
                     floats(theta), floats(sines), floats(coordinates),
                     place(x_there, width), place(grad, width), call.angle_place(prepared, first),
                     call.sizes(width, tokens, chunk), team, form,
@@ -1716,7 +1724,7 @@ fn backward_part(
                 let grid = Grid::of_units(operator, device, units, numbers.max(blocks * columns))?;
                 with_words!(storage, E => launch!(
                     device, column_dots::<E>, grid, width.words, n, buffer(x_there, storage),
-                    buffer(grad, storage), floats(&partials), floats(&maxima), floats(&sums),
+                    buffer(grad, storage), floats(&partials), floats(&maxima), floats(&inverses),
                     floats(theta), floats(sines), floats(coordinates),
                     place(x_there, width), place(grad, width), call.angle_place(prepared, first),
                     call.sizes(width, tokens, batch), blocks, per_block, form,
@@ -1732,7 +1740,7 @@ fn backward_part(
         with_words!(storage, E => launch!(
             device, encode_backward::<E>, grid, width.words, n,
             buffer(x_there, storage), buffer(grad, storage), buffer(dx, storage),
-            floats(&maxima), floats(&sums), floats(&dots),
+            floats(&maxima), floats(&inverses), floats(&dots),
             floats(theta), floats(sines), floats(coordinates),
             place(x_there, width), place(grad, width), place(dx, width),
             call.angle_place(prepared, first), call.sizes(width, tokens, chunk), form,
@@ -1747,7 +1755,7 @@ fn backward_part(
     let grid = Grid::of_units(operator, device, units, numbers)?;
     with_words!(storage, E => launch!(
         device, angle_gradients::<E>, grid, width.words, n, buffer(x_there, storage),
-        buffer(grad, storage), floats(&partials), floats(&maxima), floats(&sums),
+        buffer(grad, storage), floats(&partials), floats(&maxima), floats(&inverses),
         floats(theta), floats(sines), floats(coordinates),
         place(x_there, width), place(grad, width), call.angle_place(prepared, first),
         call.sizes(width, tokens, batch), blocks, per_block, form,
