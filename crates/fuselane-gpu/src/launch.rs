@@ -302,8 +302,8 @@ pub(crate) fn team(device: &Device, vectors: usize, numbers: usize) -> (Team, us
         units *= 2;
     }
     if !fits(units) {
-        // Read again, whatever the units: of so many that each may have 128 registers.
-        units = wanted.min(512).min(most);
+        // Read again, whatever the units: of so many that each may have all registers it asks for.
+        units = wanted.min(CUBE).min(most);
     }
     let rows = (CUBE.min(most) / units).max(1);
     let kept = if fits(units) && device.tuning().reread != Some(true) { kept(units) } else { 0 };

@@ -926,7 +926,7 @@ fn row_dots<E: Numeric, P: Size, N: Size>(
     for batch in first_entry..end_entry {
         let x_from = start(x_place, batch, spot.token, spot.head);
         let grad_from = start(grad_place, batch, spot.token, spot.head);
-        let mut dot = 0.0f32;
+        let mut dots_of_lanes = Vector::<f32, N>::new(0.0f32);
         let mut slot = spot.slot;
         while slot < sizes.slots {
             let at = Spot { token: spot.token, head: spot.head, slot };
@@ -946,9 +946,15 @@ fn row_dots<E: Numeric, P: Size, N: Size>(
                 &at,
                 form,
             );
-            dot += fold_pair::<N>(&product, slot < sizes.turning, Fold::Sum, form);
+            dots_of_lanes += product.a;
+            if comptime!(form.is_rotate()) {
+                if slot < sizes.turning {
+                    dots_of_lanes += product.b;
+                }
+            }
             slot += comptime!(team.units as usize);
         }
+        let dot = over_lanes::<N>(dots_of_lanes, Fold::Sum);
         let dot = over_units(dot, &mut shared, Fold::Sum, team);
         if works && UNIT_POS_X == 0u32 {
             dots[(batch * sizes.tokens + spot.token) * sizes.heads + spot.head] = dot;
