@@ -191,6 +191,12 @@ pub(crate) fn test_gpu(run: bool, compile: bool) -> Vec<Step> {
             "GPU tests",
             "test --release --package fuselane-gpu --features wgpu,check,sources --no-fail-fast",
         ));
+        // One at a time: memory is counted for the whole device.
+        steps.push(Step::gpu(
+            "GPU benchmarks",
+            "test --release --package fuselane-bench --bin fuselane --test program \
+             --features gpu-sources,wgpu --no-fail-fast -- gpu --test-threads=1",
+        ));
     }
     if compile {
         steps.push(Step::here(

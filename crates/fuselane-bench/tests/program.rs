@@ -131,6 +131,39 @@ fn kernels_are_written() {
     assert_eq!(std::fs::read_dir(&folder).expect("a folder").count(), 1);
 }
 
+/// One row on the device that there is. Times of a software device are no GPU's, and the heading of
+/// the table says so.
+#[test]
+#[cfg(feature = "wgpu")]
+fn a_row_on_a_gpu() {
+    let place = tempfile::tempdir().expect("a folder");
+    let case = r#"
+        family = "tiny"
+        batch = 1
+        heads = 2
+        dim = 16
+        dtype = "f32"
+        sizes = [8]
+
+        [[case]]
+        table = "tiny-{metric}-{mode}-silu-{dtype}"
+        title = "silu"
+        operator = { op = "act", act = "silu" }
+    "#;
+    std::fs::write(place.path().join("tiny.toml"), case).expect("a file");
+    let line = "bench tiny-speed-fwd-* --cases tiny.toml --device gpu --out run";
+    let mut command = fuselane(&line.split(' ').collect::<Vec<_>>());
+    let bench = output(command.current_dir(place.path()));
+    assert_eq!(bench.status.code(), Some(0), "{}", stderr(&bench));
+    let heading = stdout(&bench).lines().find(|line| line.starts_with("tiny-speed-fwd-silu-f32:"));
+    let heading = heading.unwrap_or_else(|| panic!("no table in\n{}", stdout(&bench)));
+    assert!(heading.contains(", on "), "{heading}");
+    let info = output(&mut fuselane(&QUICK));
+    let software = stdout(&info).contains("(a software device)");
+    let words = "a software device: these times are those of a CPU";
+    assert_eq!(heading.contains(words), software, "{heading}");
+}
+
 #[test]
 fn help_and_version() {
     let help = output(&mut fuselane(&["--help"]));

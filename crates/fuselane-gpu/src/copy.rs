@@ -2,7 +2,7 @@
 //! it, and tensors of bf16 that a device without bf16 cannot address by pairs.
 
 use cubecl::prelude::*;
-use fuselane::{DType, Result};
+use fuselane::{DType, Result, View};
 
 use crate::kernel::storage::PlaceLaunch;
 use crate::kernel::storage::{Place, bf16_bits, row_start, unit_number};
@@ -79,7 +79,7 @@ fn place(tensor: &Tensor) -> PlaceLaunch {
 
 /// A tensor in f32 and in index order: itself, where it is so.
 pub(crate) fn widened(operator: &'static str, tensor: &Tensor) -> Result<Tensor> {
-    if tensor.dtype() == DType::F32 && tensor.is_dense() && tensor.offset() == 0 {
+    if is_plain(tensor) {
         return Ok(tensor.clone());
     }
     let device = tensor.device();
@@ -117,6 +117,32 @@ pub(crate) fn narrow_into(operator: &'static str, from: &Tensor, to: &Tensor) ->
         with_words!(storage, E => launch!(device, narrow::<E>, grid, from, to, place, shape, len));
     }
     Ok(())
+}
+
+/// Whether a tensor is of f32, in index order, and begins its buffer.
+fn is_plain(tensor: &Tensor) -> bool {
+    tensor.dtype() == DType::F32 && tensor.is_dense() && tensor.offset() == 0
+}
+
+/// Writes a result that `run` gives in f32 and in index order: right into `to`, where that is so.
+pub(crate) fn write_f32(
+    operator: &'static str,
+    to: &Tensor,
+    run: impl FnOnce(&Tensor) -> Result<()>,
+) -> Result<()> {
+    if is_plain(to) {
+        return run(to);
+    }
+    let wide = to.device().empty(DType::F32, to.shape())?;
+    run(&wide)?;
+    narrow_into(operator, &wide, to)
+}
+
+/// Writes one number everywhere; for calls that have no rows.
+pub(crate) fn fill(operator: &'static str, tensor: &Tensor, number: f32) -> Result<()> {
+    let numbers = vec![number; tensor.len()];
+    let numbers = tensor.device().upload(View::new(&numbers, tensor.shape())?)?;
+    narrow_into(operator, &numbers, tensor)
 }
 
 /// Runs a call on f32 copies of its tensors: for bf16 that share words with their neighbours, on a

@@ -2,8 +2,9 @@
 //!
 //! Everything that depends on the device is decided here, from its own properties: how numbers
 //! are stored ([`Storage`]), how many of them are loaded at once ([`Width`]), how many units work
-//! on a row ([`Rows::team`]), how wide indices are and how cubes are counted ([`Grid`]).
+//! on a row ([`team`]), how wide indices are and how cubes are counted ([`Grid`]).
 
+use cubecl::features::Plane;
 use cubecl::ir::FloatKind;
 use cubecl::prelude::*;
 use fuselane::{DType, Error, Result};
@@ -120,6 +121,8 @@ pub(crate) struct Operand {
     tensor: Tensor,
     /// The step of each dimension of the rows, in numbers.
     strides: Vec<usize>,
+    /// The steps that it was given with, those of dimensions of size 1 included.
+    given: Vec<usize>,
 }
 
 impl Operand {
@@ -140,6 +143,11 @@ pub(crate) fn buffer(tensor: &Tensor, storage: Storage) -> BufferArg {
     let words = tensor.buffer_len().div_ceil(storage.per_word());
     // SAFETY: the buffer holds that many words; it was made for them.
     unsafe { BufferArg::from_raw_parts(tensor.handle().clone(), words) }
+}
+
+/// A little memory, to stand where a kernel has an argument that it does not touch.
+pub(crate) fn unused(device: &Device) -> Result<Tensor> {
+    device.empty(DType::F32, &[16])
 }
 
 /// Numbers as a kernel's argument.
@@ -170,7 +178,8 @@ impl<const I: usize> Rows<I> {
         let rank = outer.len();
         let operands = tensors.map(|tensor| {
             let tensor = tensor?.clone();
-            Some(Operand { strides: tensor.strides()[..rank].to_vec(), tensor })
+            let strides = tensor.strides()[..rank].to_vec();
+            Some(Operand { given: strides.clone(), strides, tensor })
         });
         Self { shape: outer.to_vec(), len, operands }.merged()
     }
@@ -200,7 +209,7 @@ impl<const I: usize> Rows<I> {
     }
 
     /// Makes rows longer by the dimensions that every operand holds densely, for operators that
-    /// work element by element.
+    /// work element by element, or column by column. The width of loads has no part in their sums.
     pub(crate) fn flattened(mut self) -> Self {
         while let Some(&size) = self.shape.last() {
             let last = self.shape.len() - 1;
@@ -210,6 +219,9 @@ impl<const I: usize> Rows<I> {
             }
             self.len *= size;
             self.remove(last);
+        }
+        for operand in self.operands.iter_mut().flatten() {
+            operand.given.clone_from(&operand.strides);
         }
         self
     }
@@ -246,6 +258,9 @@ impl<const I: usize> Rows<I> {
     }
 
     /// The widest loads for rows cut at multiples of `cuts`, of the first `activations` operands.
+    ///
+    /// The order of a sum over a row depends on it. So a dimension of size 1 counts like any other: a batch of one
+    /// entry has the width that one of many has.
     pub(crate) fn width(
         &self,
         device: &Device,
@@ -255,7 +270,7 @@ impl<const I: usize> Rows<I> {
     ) -> Option<Width> {
         let operands = self.operands[..activations].iter().flatten();
         let strides = operands
-            .flat_map(|o| o.strides.iter().copied().chain([o.tensor.offset()]))
+            .flat_map(|o| o.given.iter().copied().chain([o.tensor.offset()]))
             .collect::<Vec<_>>();
         Width::of(
             device,
@@ -287,13 +302,14 @@ pub(crate) fn team(device: &Device, vectors: usize, numbers: usize) -> (Team, us
         units *= 2;
     }
     if !fits(units) {
-        // Read again, whatever the units: of so many that each may have 128 registers.
-        units = wanted.min(512).min(most);
+        // Read again, whatever the units: of so many that each may have all registers it asks for.
+        units = wanted.min(CUBE).min(most);
     }
     let rows = (CUBE.min(most) / units).max(1);
     let kept = if fits(units) && device.tuning().reread != Some(true) { kept(units) } else { 0 };
     let plane = device.plane();
-    (Team { units, rows, plane }, kept)
+    let sync = plane > 0 && device.properties().features.plane.contains(Plane::Sync);
+    (Team { units, rows, plane, sync }, kept)
 }
 
 /// The cubes of a launch.
@@ -391,6 +407,30 @@ macro_rules! launch {
     }};
 }
 pub(crate) use launch;
+
+/// Checks that a kernel of the operator may have so many buffers. A launch of one with too many
+/// fails on the device's thread, where nobody hears of it.
+pub(crate) fn check_buffers(operator: &'static str, device: &Device, buffers: usize) -> Result<()> {
+    let most = device.properties().hardware.max_bindings as usize;
+    // The sizes and strides of a launch are a buffer of their own.
+    if buffers < most {
+        return Ok(());
+    }
+    let got = format!("is on {}, whose kernels have {most} buffers", device.name());
+    Err(Error::new(operator, "x", got, format!("a device with {}", buffers + 1)))
+}
+
+/// A new tensor for the result of a call, which has the dtype of `like`, the call's `argument`.
+pub(crate) fn result_like(
+    operator: &'static str,
+    argument: &'static str,
+    like: &Tensor,
+    shape: &[usize],
+) -> Result<Tensor> {
+    // Before the memory is asked for, so that the error is about the argument.
+    like.device().check_dtype(operator, argument, like.dtype())?;
+    like.device().empty(like.dtype(), shape)
+}
 
 /// Checks that all tensors of a call lie on one device, which has their dtypes.
 pub(crate) fn one_device<'t>(

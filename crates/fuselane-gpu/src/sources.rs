@@ -255,3 +255,33 @@ fn compile(
         text: compiled.text,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::normalize::{self, NormalizeBackward};
+    use fuselane::Normalize;
+
+    /// A device whose kernels may have few buffers refuses the calls that need more, by name.
+    #[test]
+    fn few_buffers_are_an_error() {
+        let kind = devices::of(Language::Cuda).into_iter().next().expect("a device");
+        let gradient = |buffers| {
+            let mut properties = kind.properties.clone();
+            properties.hardware.max_bindings = buffers;
+            let device = Device::recorder(properties, kind.target.clone());
+            let tensor = |d| device.empty(DType::F32, &[4, d]);
+            let (x, grad, rstd, mut dx) = (tensor(8)?, tensor(8)?, tensor(1)?, tensor(8)?);
+            let call = NormalizeBackward::new(&grad, &x, &rstd);
+            let call = NormalizeBackward { dx: Some(&mut dx), ..call };
+            normalize::backward_into(&Normalize::srms_norm(), call)
+        };
+        gradient(15).expect("enough");
+        let error = gradient(8).expect_err("too few").to_string();
+        assert!(error.starts_with("normalize: x is on some CUDA device"), "{error}");
+        assert!(
+            error.ends_with("whose kernels have 8 buffers, expected a device with 15"),
+            "{error}"
+        );
+    }
+}

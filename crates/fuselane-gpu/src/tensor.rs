@@ -49,13 +49,13 @@ impl Device {
         let size = view.dtype().size();
         let len = reach(view.shape(), &strides);
         let mut bytes = vec![0u8; padded(len * size)];
-        for_each_index(view.shape(), &strides, |offset| {
-            // SAFETY: the view holds the element that this index reaches, and the span of all
-            // elements is as long as `bytes`.
+        for_each_run(view.shape(), &strides, &strides, |from, to, run| {
+            // SAFETY: the view holds the elements of this run, and the span of all elements is as
+            // long as `bytes`.
             unsafe {
-                let from = view.as_ptr().add(offset * size);
-                let to = bytes.as_mut_ptr().add(offset * size);
-                std::ptr::copy_nonoverlapping(from, to, size);
+                let from = view.as_ptr().add(from * size);
+                let to = bytes.as_mut_ptr().add(to * size);
+                std::ptr::copy_nonoverlapping(from, to, run * size);
             }
         });
         let handle = match self.target() {
@@ -196,26 +196,86 @@ impl Tensor {
         let Some(client) = self.device.client() else {
             return Err(Error::new("tensor", "device", "runs nothing", "one that does"));
         };
-        let bytes = client.read_one(self.handle.clone()).map_err(|error| {
+        let size = self.dtype.size();
+        // The part of the buffer that the elements lie in.
+        let first = self.offset * size / ALIGN * ALIGN;
+        let end = (self.offset + reach(&self.shape, &self.strides)) * size;
+        let after = (self.handle.size_in_used() as usize).saturating_sub(padded(end));
+        let part = self.handle.clone().offset_start(first as u64).offset_end(after as u64);
+        let bytes = client.read_one(part).map_err(|error| {
             Error::new("tensor", "memory", format!("cannot be read: {error}"), "a result")
         })?;
-        let size = self.dtype.size();
-        let to = view.as_mut_ptr();
-        let mut from_offsets = Vec::with_capacity(self.len());
-        for_each_index(&self.shape, &self.strides, |from| from_offsets.push(self.offset + from));
-        let mut from_offsets = from_offsets.into_iter();
-        for_each_index(&self.shape, &to_strides, |offset| {
-            let Some(from) = from_offsets.next() else { return };
-            let element = &bytes[from * size..][..size];
-            // SAFETY: the view holds the element that this index reaches, and is borrowed
-            // exclusively; the slice has its bytes.
-            unsafe { std::ptr::copy_nonoverlapping(element.as_ptr(), to.add(offset * size), size) };
+        let (bytes, to) = (&bytes[self.offset * size - first..], view.as_mut_ptr());
+        for_each_run(&self.shape, &self.strides, &to_strides, |from, at, run| {
+            let elements = &bytes[from * size..][..run * size];
+            // SAFETY: the view holds the elements of this run, and is borrowed exclusively; the
+            // slice has their bytes.
+            unsafe {
+                std::ptr::copy_nonoverlapping(elements.as_ptr(), to.add(at * size), run * size);
+            }
         });
         Ok(())
     }
 
-    /// The buffer.
-    pub(crate) fn handle(&self) -> &Handle {
+    /// A view of memory that someone else has: a buffer of another user of CubeCL, as of burn's
+    /// tensors, without a copy. The first element is number `offset` of the buffer; strides are in
+    /// elements. A device without bf16 has two of them in each `u32`, the first one in the low half.
+    ///
+    /// ```no_run
+    /// use fuselane::{Act, DType};
+    /// use fuselane_gpu::{Device, Tensor, act};
+    /// let device = Device::open()?;
+    /// let client = device.client().expect("a device that runs");
+    /// let handle = client.empty(1024 * 4); // or that of a burn `CubeTensor`, with its client
+    /// // SAFETY: the buffer is of f32, and nothing else is written to it during the call.
+    /// let x = unsafe { Tensor::from_handle(&device, handle, DType::F32, &[8, 128], &[128, 1], 0)? };
+    /// let o = act::forward(Act::Silu, &x)?;
+    /// let back = o.handle().clone(); // for the others again
+    /// # Ok::<(), fuselane::Error>(())
+    /// ```
+    ///
+    /// # Safety
+    ///
+    /// The buffer holds numbers of `dtype`. Where it, or a part of it, is seen through another
+    /// tensor as well, no call may write to it through one and read or write it through the other:
+    /// only views that come from one `Tensor` are known to overlap.
+    pub unsafe fn from_handle(
+        device: &Device,
+        handle: Handle,
+        dtype: DType,
+        shape: &[usize],
+        strides: &[usize],
+        offset: usize,
+    ) -> Result<Self> {
+        device.check_dtype("tensor", "dtype", dtype)?;
+        if device.client().is_some_and(|client| client.service_id() != handle.service) {
+            let expected = format!("one of {}", device.name());
+            return Err(Error::new("tensor", "handle", "is of another device", expected));
+        }
+        let begins = handle.offset_start.unwrap_or(0);
+        if begins % 16 != 0 {
+            let got = format!("begins at byte {begins}");
+            let expected = "a multiple of 16; elements can be left out by `offset`";
+            return Err(Error::new("tensor", "handle", got, expected));
+        }
+        if shape.len() != strides.len() {
+            let got = format!("are {strides:?}");
+            return Err(Error::new("tensor", "strides", got, format!("{} of them", shape.len())));
+        }
+        let len = usize::try_from(handle.size_in_used()).unwrap_or(usize::MAX) / dtype.size();
+        let fits = checked_reach(shape, strides).and_then(|reach| reach.checked_add(offset));
+        if fits.is_none_or(|end| end > len) {
+            let got = format!("has {len} elements of {dtype}");
+            let expected = format!("all of {shape:?} with strides {strides:?} from {offset}");
+            return Err(Error::new("tensor", "handle", got, expected));
+        }
+        let tensor = device.tensor(handle, len, dtype, shape.to_vec(), strides.to_vec());
+        Ok(Self { offset, ..tensor })
+    }
+
+    /// The buffer, for other users of CubeCL. The elements lie in it as [`Tensor::strides`] and
+    /// [`Tensor::offset`] say.
+    pub fn handle(&self) -> &Handle {
         &self.handle
     }
 
@@ -224,8 +284,8 @@ impl Tensor {
         self.len
     }
 
-    /// Where index 0 lies in the buffer.
-    pub(crate) fn offset(&self) -> usize {
+    /// Where index 0 lies in the buffer, in elements.
+    pub fn offset(&self) -> usize {
         self.offset
     }
 
@@ -304,6 +364,15 @@ fn forward_strides(view: &View<'_>) -> Result<Vec<usize>> {
     view.strides().iter().map(known).collect()
 }
 
+/// [`reach`], where it does not overflow.
+fn checked_reach(shape: &[usize], strides: &[usize]) -> Option<usize> {
+    if shape.contains(&0) {
+        return Some(0);
+    }
+    let steps = shape.iter().zip(strides).map(|(size, stride)| (size - 1).checked_mul(*stride));
+    steps.into_iter().try_fold(1usize, |sum, step| sum.checked_add(step?))
+}
+
 /// Elements from the first to the last one that an index reaches.
 fn reach(shape: &[usize], strides: &[usize]) -> usize {
     if shape.contains(&0) {
@@ -312,25 +381,42 @@ fn reach(shape: &[usize], strides: &[usize]) -> usize {
     1 + shape.iter().zip(strides).map(|(size, stride)| (size - 1) * stride).sum::<usize>()
 }
 
-/// Calls `visit` with the offset of each element, in index order.
-fn for_each_index(shape: &[usize], strides: &[usize], mut visit: impl FnMut(usize)) {
+/// Calls `visit` with where each run of elements lies for each of two kinds of strides, and with its
+/// length, in index order. The elements of a run lie without gaps for both.
+fn for_each_run(
+    shape: &[usize],
+    from: &[usize],
+    to: &[usize],
+    mut visit: impl FnMut(usize, usize, usize),
+) {
     if shape.contains(&0) {
         return;
     }
-    let mut index = vec![0; shape.len()];
-    let mut offset = 0;
+    let (mut run, mut outer) = (1, shape.len());
+    while let Some(dim) = outer.checked_sub(1) {
+        let dense = from[dim] == run && to[dim] == run;
+        if shape[dim] > 1 && !dense {
+            break;
+        }
+        run *= shape[dim];
+        outer = dim;
+    }
+    let mut index = vec![0; outer];
+    let (mut from_at, mut to_at) = (0, 0);
     loop {
-        visit(offset);
-        let mut dim = shape.len();
+        visit(from_at, to_at, run);
+        let mut dim = outer;
         loop {
             let Some(next) = dim.checked_sub(1) else { return };
             dim = next;
             index[dim] += 1;
-            offset += strides[dim];
+            from_at += from[dim];
+            to_at += to[dim];
             if index[dim] < shape[dim] {
                 break;
             }
-            offset -= index[dim] * strides[dim];
+            from_at -= index[dim] * from[dim];
+            to_at -= index[dim] * to[dim];
             index[dim] = 0;
         }
     }

@@ -4,7 +4,7 @@
 mod support;
 
 use fuselane::reference::Random;
-use fuselane::{Act, Cosine, DType, FusedAct, Positions, Rotate, View};
+use fuselane::{Act, Cosine, DType, FusedAct, Pairing, Positions, Rotate, View, ViewMut};
 use fuselane_gpu::cosine::{self, CosineBackward};
 use fuselane_gpu::rotate::{self, RotateBackward};
 use fuselane_gpu::{AngleTable, Angles};
@@ -38,6 +38,18 @@ fn many_tokens() {
         let want = options.forward(x_view, theta_view).unwrap().to_vec::<f32>().unwrap();
         let dwant = options.backward(Some(x_view), grad_view, theta_view).unwrap();
         let dwant = dwant.to_vec::<f32>().unwrap();
+        let mut dtheta_want = vec![0.0f32; d / 2];
+        options
+            .backward_into(fuselane::RotateBackward {
+                x: Some(x_view),
+                grad: grad_view,
+                angles: theta_view.into(),
+                dx: None,
+                dtheta: Some(ViewMut::new(&mut dtheta_want, &[1, d / 2]).unwrap()),
+            })
+            .unwrap();
+        // Sums of thousands of terms, with coordinates of up to 1500: against the largest.
+        let largest = dtheta_want.iter().fold(0.0f32, |largest, v| largest.max(v.abs()));
         for (name, device) in devices() {
             let what = format!("{name} {act}");
             let [x, grad] = [x_view, grad_view].map(|view| device.upload(view).unwrap());
@@ -60,11 +72,39 @@ fn many_tokens() {
                 )
                 .unwrap();
                 assert_near(&dx.download::<f32>().unwrap(), &dwant, 4e-6, &what);
-                let bits = |v: f32| v.to_bits();
-                sums.push(dtheta.download::<f32>().unwrap().into_iter().map(bits).collect());
+                let dtheta = dtheta.download::<f32>().unwrap();
+                assert_near(&dtheta, &dtheta_want, 2e-6 * largest, &format!("{what}: dtheta"));
+                sums.push(dtheta.into_iter().map(f32::to_bits).collect());
             }
             let [first, second]: [Vec<u32>; 2] = sums.try_into().expect("two runs");
             assert_eq!(first, second, "{what}: dtheta repeats");
+        }
+    }
+}
+
+/// Features that no angle turns, in rows whose numbers are all far below 0.
+#[test]
+fn features_that_pass_through() {
+    let (n, d) = (3, 8);
+    let shape = [1, n, 1, d];
+    let (x, grad) = (vec![-100.0f32; n * d], numbers(n * d, 7));
+    let (x_view, grad_view) = (View::new(&x, &shape).unwrap(), View::new(&grad, &shape).unwrap());
+    let theta_view = View::new(&[0.5f32], &[1, 1]).unwrap();
+    for act in [FusedAct::SoftmaxFeatures, FusedAct::SoftmaxSequence] {
+        for pairing in [Pairing::Half, Pairing::Interleaved] {
+            let options = Rotate { act, pairing, pairs: Some(1), ..Rotate::default() };
+            let want = options.forward(x_view, theta_view).unwrap().to_vec::<f32>().unwrap();
+            let dwant = options.backward(Some(x_view), grad_view, theta_view).unwrap();
+            let dwant = dwant.to_vec::<f32>().unwrap();
+            for (name, device) in devices() {
+                let what = format!("{name} {act} {pairing:?}");
+                let [x, grad, theta] =
+                    [x_view, grad_view, theta_view].map(|view| device.upload(view).unwrap());
+                let o = rotate::forward(&options, &x, &theta).unwrap();
+                assert_near(&o.download::<f32>().unwrap(), &want, 1e-6, &what);
+                let dx = rotate::backward(&options, Some(&x), &grad, &theta).unwrap();
+                assert_near(&dx.download::<f32>().unwrap(), &dwant, 1e-6, &what);
+            }
         }
     }
 }

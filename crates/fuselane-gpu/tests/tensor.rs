@@ -2,8 +2,8 @@
 //! write to stays as it was.
 #![cfg(feature = "runtime")]
 
-use fuselane::{Act, DType, Element, View, ViewMut};
-use fuselane_gpu::{Device, Tensor, Tuning, act};
+use fuselane::{Act, Cosine, DType, Element, Normalize, Rotate, Softmax, View, ViewMut};
+use fuselane_gpu::{Device, Tensor, Tuning, act, cosine, normalize, rotate, softmax};
 use half::{bf16, f16};
 
 fn device() -> Device {
@@ -247,6 +247,21 @@ fn f64_is_refused_by_name() {
     let error = x.and_then(|x| act::forward_in_place(Act::Relu, &mut x.clone())).unwrap_err();
     let error = error.to_string();
     assert!(error.contains("f64") && error.contains(device.name()), "{error}");
+    // Calls that make a new tensor name the argument, not that tensor.
+    let x = device.upload(View::new(&[1.0f64; 8], &[1, 2, 1, 4]).unwrap()).unwrap();
+    let theta = device.upload(View::new(&[1.0f32], &[1, 1]).unwrap()).unwrap();
+    let results = [
+        ("act", act::forward(Act::Relu, &x)),
+        ("act", act::backward(Act::Relu, &x, &x)),
+        ("softmax", softmax::forward(&Softmax::default(), &x)),
+        ("normalize", normalize::forward(&Normalize::rms_norm(), &x, None)),
+        ("rotate", rotate::forward(&Rotate::default(), &x, &theta)),
+        ("cosine", cosine::forward(&Cosine::default(), &x, &theta)),
+    ];
+    for (operator, result) in results {
+        let error = result.unwrap_err().to_string();
+        assert!(error.starts_with(&format!("{operator}: x is of f64")), "{error}");
+    }
 }
 
 #[test]
@@ -274,4 +289,41 @@ fn tensors_of_two_devices_do_not_mix() {
     let error = act::forward_into(Act::Relu, &x, &mut o).unwrap_err().to_string();
     let (here, there) = (device.name(), other.name());
     assert_eq!(error, format!("act: o is on {there}, expected {here} (device of the others)"));
+}
+
+/// A buffer of someone else comes in and goes out without a copy.
+#[test]
+fn buffers_of_others() {
+    let device = device();
+    let client = device.client().unwrap();
+    let numbers: Vec<f32> = (0..64).map(|i| i as f32 - 32.0).collect();
+    let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_ne_bytes()).collect();
+    let handle = client.create_from_slice(&bytes);
+    let open = |dtype, shape: &[usize], strides: &[usize], offset| {
+        // SAFETY: the buffer is of f32, which a bf16 is not harmed by; nothing writes to it.
+        unsafe { Tensor::from_handle(&device, handle.clone(), dtype, shape, strides, offset) }
+    };
+    // Every second row of 8, from the second number of the buffer on.
+    let x = open(DType::F32, &[3, 8], &[16, 1], 2).unwrap();
+    assert_eq!((x.shape(), x.strides(), x.offset()), (&[3, 8][..], &[16, 1][..], 2));
+    let want: Vec<f32> = (0..24).map(|i| numbers[2 + i / 8 * 16 + i % 8]).collect();
+    assert_eq!(x.download::<f32>().unwrap(), want);
+    let o = act::forward(Act::Relu, &x).unwrap();
+    let relu: Vec<u8> = want.iter().flat_map(|number| number.max(0.0).to_ne_bytes()).collect();
+    assert_eq!(client.read_one(o.handle().clone()).unwrap()[..relu.len()], relu);
+
+    for (dtype, shape, strides, offset, fault) in [
+        (DType::F32, &[3, 8][..], &[16, 1][..], 25, "tensor: handle has 64 elements of f32"),
+        (DType::F32, &[usize::MAX, 2], &[usize::MAX, 1], 0, "tensor: handle has 64"),
+        (DType::F32, &[3, 8], &[1], 0, "tensor: strides are [1], expected 2 of them"),
+        (DType::F64, &[3], &[1], 0, "tensor: dtype is of f64"),
+    ] {
+        let error = open(dtype, shape, strides, offset).unwrap_err().to_string();
+        assert!(error.starts_with(fault), "{error}");
+    }
+    let shifted = handle.clone().offset_start(4);
+    // SAFETY: as above.
+    let shifted = unsafe { Tensor::from_handle(&device, shifted, DType::F32, &[1], &[1], 0) };
+    let error = shifted.unwrap_err().to_string();
+    assert!(error.contains("begins at byte 4"), "{error}");
 }

@@ -15,6 +15,8 @@ pub(crate) struct Team {
     pub(crate) rows: u32,
     /// The size of a plane whose units exchange numbers directly; 0 where shared memory does it.
     pub(crate) plane: u32,
+    /// Whether the units of a plane can wait for each other.
+    pub(crate) sync: bool,
 }
 
 impl Team {
@@ -37,8 +39,9 @@ pub(crate) enum Fold {
     Max,
 }
 
+/// Two numbers to one.
 #[cube]
-fn fold(a: f32, b: f32, #[comptime] fold: Fold) -> f32 {
+pub(crate) fn fold(a: f32, b: f32, #[comptime] fold: Fold) -> f32 {
     match comptime!(fold) {
         Fold::Sum => a + b,
         Fold::Max => a.max(b),
@@ -55,6 +58,10 @@ pub(crate) fn over_units(
 ) -> f32 {
     let mut value = value;
     if comptime!(team.plane > 0) {
+        // A shuffle asks all units of the plane; those that left a loop earlier come here earlier.
+        if comptime!(team.sync) {
+            sync_plane();
+        }
         #[unroll]
         for i in 0..comptime!(team.steps()) {
             let step = comptime!(1u32 << i);

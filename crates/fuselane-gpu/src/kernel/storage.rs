@@ -113,12 +113,6 @@ pub(crate) fn row_start(place: &Place, shape: &Sequence<usize>, row: usize) -> u
     start
 }
 
-/// The number of this cube in a grid that may be cut in two dimensions.
-#[cube]
-pub(crate) fn cube_number() -> usize {
-    CUBE_POS
-}
-
 /// The number of this unit among all of a launch.
 #[cube]
 pub(crate) fn unit_number() -> usize {

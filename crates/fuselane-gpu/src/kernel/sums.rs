@@ -7,7 +7,6 @@
 use cubecl::prelude::*;
 use fuselane::{DType, Result};
 
-use crate::kernel::storage::cube_number;
 use crate::launch::{Grid, Storage, buffer, largest, launch};
 use crate::tensor::Tensor;
 
@@ -25,7 +24,7 @@ struct Tile {
     slices: u32,
 }
 
-/// `tiles` are those that the columns take.
+/// `tiles` are those that the columns take, and `parts` the rows that are written.
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn sum_rows(
     from: &[f32],
@@ -33,10 +32,11 @@ fn sum_rows(
     rows: usize,
     columns: usize,
     tiles: usize,
+    parts: usize,
     #[comptime] tile: Tile,
 ) {
     let mut shared = Shared::<[f32]>::new_slice(comptime!((tile.columns * tile.slices) as usize));
-    let (part, first) = (cube_number() / tiles, cube_number() % tiles);
+    let (part, first) = (CUBE_POS / tiles, CUBE_POS % tiles);
     let column = first * comptime!(tile.columns as usize) + UNIT_POS_X as usize;
     let unit = (UNIT_POS_Y * comptime!(tile.columns) + UNIT_POS_X) as usize;
     let end = rows.min((part + 1usize) * ROWS);
@@ -58,7 +58,8 @@ fn sum_rows(
             shared[unit] += shared[unit + other];
         }
     }
-    if UNIT_POS_Y == 0u32 && column < columns {
+    // A grid of two dimensions has cubes beyond the last part.
+    if UNIT_POS_Y == 0u32 && column < columns && part < parts {
         to[part * columns + column] = shared[unit];
     }
 }
@@ -94,11 +95,37 @@ pub(crate) fn sum_partials(operator: &'static str, partials: &Tensor, out: &Tens
             rows,
             columns,
             tiles,
+            parts,
             tile,
         );
         if parts == 1 {
             return Ok(());
         }
         from = to;
+    }
+}
+
+#[cfg(all(test, feature = "wgpu"))]
+mod tests {
+    use super::*;
+    use crate::{Device, Tuning};
+    use fuselane::View;
+
+    /// More cubes than one dimension of a grid has: those that are too many write nothing.
+    #[test]
+    fn nothing_is_written_beyond_the_sums() {
+        let device = Device::open().expect("a device");
+        let device = device.tuned(Tuning { units: Some(1), ..Tuning::default() });
+        let columns = 70_000;
+        let upload = |numbers: &[f32], shape: &[usize]| {
+            device.upload(View::new(numbers, shape).expect("dense")).expect("memory")
+        };
+        let partials = upload(&vec![1.0; 2 * columns], &[2, columns]);
+        let around = upload(&vec![7.0; 2 * columns], &[2 * columns]);
+        let out = around.narrow(0, 0, columns).expect("a part");
+        sum_partials("test", &partials, &out).expect("sums");
+        let numbers = around.download::<f32>().expect("numbers");
+        assert!(numbers[..columns].iter().all(|&sum| sum == 2.0));
+        assert!(numbers[columns..].iter().all(|&number| number == 7.0));
     }
 }

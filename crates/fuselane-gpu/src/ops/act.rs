@@ -8,7 +8,7 @@ use fuselane::{Act, Result};
 use crate::copy::through_f32;
 use crate::kernel::math;
 use crate::kernel::storage::{Format, Place, load, row_start, store, unit_number};
-use crate::launch::{Grid, Rows, Storage, largest, launch, one_device, with_words};
+use crate::launch::{Grid, Rows, Storage, largest, launch, one_device, result_like, with_words};
 use crate::tensor::Tensor;
 
 const NAME: &str = "act";
@@ -75,7 +75,7 @@ pub fn forward_into(act: Act, x: &Tensor, o: &mut Tensor) -> Result<()> {
 
 /// `f(x)` in a new tensor.
 pub fn forward(act: Act, x: &Tensor) -> Result<Tensor> {
-    let mut o = x.device().empty(x.dtype(), x.shape())?;
+    let mut o = result_like(NAME, "x", x, x.shape())?;
     forward_into(act, x, &mut o)?;
     Ok(o)
 }
@@ -99,7 +99,7 @@ pub fn backward_into(act: Act, x: &Tensor, grad: &Tensor, dx: &mut Tensor) -> Re
 
 /// `dx` of [`backward_into`] in a new tensor.
 pub fn backward(act: Act, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
-    let mut dx = x.device().empty(x.dtype(), x.shape())?;
+    let mut dx = result_like(NAME, "x", x, x.shape())?;
     backward_into(act, x, grad, &mut dx)?;
     Ok(dx)
 }

@@ -4,7 +4,7 @@ use fuselane::{Cosine, Result};
 
 use super::tokens::{self, Call, Gradients};
 use crate::angles::Angles;
-use crate::launch::one_device;
+use crate::launch::{one_device, result_like};
 use crate::tensor::Tensor;
 
 const NAME: &str = "cosine";
@@ -47,7 +47,7 @@ pub fn forward<'a>(
     if let Some(last) = shape.last_mut() {
         *last *= 2;
     }
-    let mut o = x.device().empty(x.dtype(), &shape)?;
+    let mut o = result_like(NAME, "x", x, &shape)?;
     forward_into(options, x, angles, &mut o)?;
     Ok(o)
 }
@@ -81,7 +81,7 @@ pub fn backward<'a>(
     if let Some(last) = shape.last_mut() {
         *last /= 2;
     }
-    let mut dx = grad.device().empty(grad.dtype(), &shape)?;
+    let mut dx = result_like(NAME, "grad", grad, &shape)?;
     let angles = angles.into();
     backward_into(options, CosineBackward { x, grad, angles, dx: Some(&mut dx), dtheta: None })?;
     Ok(dx)

@@ -10,15 +10,17 @@
 //! too, so that a mean far above the deviation costs nothing.
 
 use cubecl::prelude::*;
-use fuselane::{Act, DType, GatePosition, Normalize, Result, View, WeightForm};
+use fuselane::{Act, DType, GatePosition, Normalize, Result, WeightForm};
 
-use crate::copy::{narrow_into, through_f32, widened};
-use crate::device::Device;
+use crate::copy::{fill, through_f32, widened, write_f32};
 use crate::kernel::math;
 use crate::kernel::reduce::{Fold, Team, over_lanes, over_units};
-use crate::kernel::storage::{Format, Place, cube_number, load, row_start, store};
+use crate::kernel::storage::{Format, Place, load, row_start, store};
 use crate::kernel::sums::sum_partials;
-use crate::launch::{Grid, Rows, Storage, buffer, largest, launch, one_device, team, with_words};
+use crate::launch::{
+    Grid, Rows, Storage, buffer, check_buffers, largest, launch, one_device, result_like, team,
+    unused, with_words,
+};
 use crate::tensor::Tensor;
 
 const NAME: &str = "normalize";
@@ -186,7 +188,7 @@ fn normalize_forward<E: Numeric, P: Size, N: Size>(
     let units = comptime!(kind.team.units as usize);
     let format = comptime!(kind.inputs.format);
     let mut shared = Shared::<[f32]>::new_slice(comptime!(kind.team.shared()));
-    let number = cube_number() * comptime!(kind.team.rows as usize) + UNIT_POS_Y as usize;
+    let number = CUBE_POS * comptime!(kind.team.rows as usize) + UNIT_POS_Y as usize;
     let unit = UNIT_POS_X as usize;
     // Units beyond the last row sum zeros.
     let end = select(number < rows, vectors, 0usize);
@@ -595,6 +597,7 @@ fn normalize_backward<E: Numeric, P: Size, N: Size>(
     groups: usize,
     vectors: usize,
     rows: usize,
+    blocks: usize,
     steps: usize,
     len: f32,
     scale: f32,
@@ -609,7 +612,10 @@ fn normalize_backward<E: Numeric, P: Size, N: Size>(
     let gated = comptime!(kind.inputs.gate != Gate::None);
     let mut shared = Shared::<[f32]>::new_slice(comptime!(kind.team.shared()));
     let unit = UNIT_POS_X as usize;
-    let (block, group) = (cube_number() / groups, cube_number() % groups);
+    let (block, group) = (CUBE_POS / groups, CUBE_POS % groups);
+    // A grid of two dimensions has cubes beyond the last block. They have no rows, and there is no
+    // place for their partial sums.
+    let partial_end = select(block < blocks, vectors, 0usize);
     let first = group * vectors;
     let zero = Vector::<f32, N>::new(0.0f32);
     let mut sums = Array::<Vector<f32, N>>::new(comptime!(kind.kept.max(1)));
@@ -758,7 +764,7 @@ fn normalize_backward<E: Numeric, P: Size, N: Size>(
             // Sums that no register holds stay in their own place in memory.
             let own = ((block * team_rows + UNIT_POS_Y as usize) * groups + group) * vectors;
             let mut column = unit;
-            while column < vectors {
+            while column < partial_end {
                 let mut of_weight = zero;
                 let mut of_bias = zero;
                 if column < end {
@@ -812,7 +818,7 @@ fn normalize_backward<E: Numeric, P: Size, N: Size>(
         #[unroll]
         for i in 0..kept {
             let column = unit + comptime!(i * units);
-            let inside = column < vectors;
+            let inside = column < partial_end;
             if comptime!(kind.dweight) {
                 store_partial::<N>(dweight, own + column, inside, dweights[i], &mut shared, team);
             }
@@ -996,7 +1002,7 @@ pub fn forward_into(options: &Normalize, call: NormalizeForward<'_>) -> Result<(
 
 /// The result in a new tensor, for the plain case.
 pub fn forward(options: &Normalize, x: &Tensor, weight: Option<&Tensor>) -> Result<Tensor> {
-    let mut o = x.device().empty(x.dtype(), x.shape())?;
+    let mut o = result_like(NAME, "x", x, x.shape())?;
     forward_into(options, NormalizeForward { weight, ..NormalizeForward::new(x, &mut o) })?;
     Ok(o)
 }
@@ -1012,7 +1018,7 @@ pub fn forward_keeping(
         *last = options.groups;
     }
     let statistic = || x.device().empty(DType::F32, &shape);
-    let (mut o, mut rstd) = (x.device().empty(x.dtype(), x.shape())?, statistic()?);
+    let (mut o, mut rstd) = (result_like(NAME, "x", x, x.shape())?, statistic()?);
     let mut mean = if options.center { Some(statistic()?) } else { None };
     forward_into(
         options,
@@ -1093,6 +1099,7 @@ pub fn backward_into(options: &Normalize, call: NormalizeBackward<'_>) -> Result
             dweight,
             dbias,
         },
+        &|shape| x.device().empty(DType::F32, shape),
     )
 }
 
@@ -1105,8 +1112,8 @@ pub fn backward(
     weight: Option<&Tensor>,
     kept: &Normalized,
 ) -> Result<NormalizeGradients> {
-    let mut dx = x.device().empty(x.dtype(), x.shape())?;
-    let like = |weight: &Tensor| x.device().empty(weight.dtype(), weight.shape());
+    let mut dx = result_like(NAME, "x", x, x.shape())?;
+    let like = |weight: &Tensor| result_like(NAME, "weight", weight, weight.shape());
     let mut dweight = weight.map(like).transpose()?;
     backward_into(
         options,
@@ -1169,10 +1176,11 @@ fn run_forward(options: &Normalize, call: Forward<'_>) -> Result<()> {
     let d = x.shape().last().copied().unwrap_or(1);
     if d == 0 {
         for statistic in rstd.into_iter().chain(mean) {
-            fill(statistic, f32::NAN)?;
+            fill(NAME, statistic, f32::NAN)?;
         }
         return Ok(());
     }
+    check_buffers(NAME, device, 9)?;
     let tensors = [Some(x), residual, gate, Some(o), sum, rstd, mean];
     let rows = Rows::new(tensors, d);
     if rows.count() == 0 {
@@ -1250,20 +1258,26 @@ fn steps(rows: usize, team: Team) -> usize {
     rows.div_ceil(blocks * team.rows as usize).clamp(1, STEPS)
 }
 
-fn run_backward(options: &Normalize, call: Backward<'_>) -> Result<()> {
+/// `memory` gives that of the partial sums of parameters.
+fn run_backward(
+    options: &Normalize,
+    call: Backward<'_>,
+    memory: &dyn Fn(&[usize]) -> Result<Tensor>,
+) -> Result<()> {
     let Backward { grad, x, residual, gate, grad_sum, weight, bias, rstd, mean, .. } = call;
     let Backward { dx, dresidual, dgate, dweight, dbias, .. } = call;
     let (device, storage) = (x.device(), Storage::of(x.device(), x.dtype()));
     let d = x.shape().last().copied().unwrap_or(1);
     if x.is_empty() {
         for gradient in dweight.into_iter().chain(dbias) {
-            fill(gradient, 0.0)?;
+            fill(NAME, gradient, 0.0)?;
         }
         return Ok(());
     }
     if [dx, dresidual, dgate, dweight, dbias].iter().all(Option::is_none) {
         return Ok(());
     }
+    check_buffers(NAME, device, 14)?;
     let tensors =
         [Some(grad), Some(x), residual, gate, grad_sum, dx, dresidual, dgate, Some(rstd), mean];
     let rows = Rows::new(tensors, d);
@@ -1274,13 +1288,15 @@ fn run_backward(options: &Normalize, call: Backward<'_>) -> Result<()> {
             let ([grad, x, residual, gate, grad_sum], [dx, dresidual, dgate]) = (inputs, outputs);
             let (Some(grad), Some(x)) = (grad, x) else { return Ok(()) };
             let call = Backward { grad, x, residual, gate, grad_sum, dx, dresidual, dgate, ..call };
-            run_backward(options, call)
+            run_backward(options, call, memory)
         };
         return through_f32(NAME, inputs, [dx, dresidual, dgate], run);
     };
     let (vectors, n) = (e / width.numbers, width.numbers);
-    // What a unit holds of each vector: the sum, the gradient, the gate, and what dweight and dbias
-    // add up to. Not a matter of which gradients are asked for, so that the bits of none are.
+    // What a unit holds of each vector, all in f32: the sum and the gradient; the gate; what dweight
+    // adds up to, where there is a weight; what dbias does, where a mean is subtracted, as then there
+    // mostly is a bias. Which gradients are asked for does not matter, so that the bits of none
+    // depend on that. Rows for which this is too much are read a second time for the results.
     let held = 2 + [gate.is_some(), weight.is_some(), options.center]
         .map(usize::from)
         .iter()
@@ -1301,9 +1317,7 @@ fn run_backward(options: &Normalize, call: Backward<'_>) -> Result<()> {
     let steps = if kind.needs_parameters() { steps(count, team) } else { 1 };
     let blocks = count.div_ceil(steps * team.rows as usize);
     let partial_rows = if kept > 0 { blocks } else { blocks * team.rows as usize };
-    let partials = |asked: Option<&Tensor>| {
-        asked.map(|_| device.empty(DType::F32, &[partial_rows, d])).transpose()
-    };
+    let partials = |asked: Option<&Tensor>| asked.map(|_| memory(&[partial_rows, d])).transpose();
     let (dweights, dbiases) = (partials(dweight)?, partials(dbias)?);
     let numbers = largest(tensors).max(largest([dweights.as_ref(), dbiases.as_ref()]));
     let dim = CubeDim::new_2d(team.units, team.rows);
@@ -1321,26 +1335,71 @@ fn run_backward(options: &Normalize, call: Backward<'_>) -> Result<()> {
         wide(dweights.as_ref()), wide(dbiases.as_ref()),
         place(0), place(1), place(2), place(3), place(4),
         rows.operand(8).place(1), rows.operand(9).place(1), place(5), place(6), place(7),
-        rows.shape(), groups, vectors, count, steps, e as f32, options.scale as f32, kind,
+        rows.shape(), groups, vectors, count, blocks, steps, e as f32, options.scale as f32, kind,
     ));
     for (gradient, partials) in [(dweight, dweights), (dbias, dbiases)] {
         if let (Some(gradient), Some(partials)) = (gradient, partials) {
-            let sum = device.empty(DType::F32, &[d])?;
-            sum_partials(NAME, &partials, &sum)?;
-            narrow_into(NAME, &sum, gradient)?;
+            write_f32(NAME, gradient, |sum| sum_partials(NAME, &partials, sum))?;
         }
     }
     Ok(())
 }
 
-/// A little memory, to stand where a kernel has an argument that it does not touch.
-fn unused(device: &Device) -> Result<Tensor> {
-    device.empty(DType::F32, &[16])
-}
+#[cfg(all(test, feature = "wgpu"))]
+mod tests {
+    use super::*;
+    use crate::{Device, Tuning};
+    use fuselane::View;
+    use std::cell::RefCell;
 
-/// Writes one number everywhere; for calls that have no rows.
-fn fill(tensor: &Tensor, number: f32) -> Result<()> {
-    let numbers = vec![number; tensor.len()];
-    let numbers = tensor.device().upload(View::new(&numbers, tensor.shape())?)?;
-    narrow_into(NAME, &numbers, tensor)
+    /// More cubes than one dimension of a grid has: those that are too many write nothing.
+    #[test]
+    fn nothing_is_written_beyond_the_partial_sums() {
+        for reread in [false, true] {
+            let tuning = Tuning { units: Some(1), reread: Some(reread), ..Tuning::default() };
+            let device = Device::open().expect("a device").tuned(tuning);
+            let upload = |numbers: &[f32], shape: &[usize]| {
+                device.upload(View::new(numbers, shape).expect("dense")).expect("memory")
+            };
+            // 256 blocks of 16 rows, for each of 300 groups.
+            let (rows, d) = (4096, 300);
+            let ones = upload(&vec![1.0; rows * d], &[rows, d]);
+            let gradients = [upload(&vec![0.0; d], &[d]), upload(&vec![0.0; d], &[d])];
+            let call = Backward {
+                grad: &ones,
+                x: &ones,
+                residual: None,
+                gate: None,
+                grad_sum: None,
+                weight: None,
+                bias: None,
+                rstd: &ones,
+                mean: None,
+                dx: None,
+                dresidual: None,
+                dgate: None,
+                dweight: Some(&gradients[0]),
+                dbias: Some(&gradients[1]),
+            };
+            let options = Normalize { groups: d, ..Normalize::rms_norm() };
+            let given = RefCell::new(Vec::new());
+            // Twice as much as is asked for, of which the second half is to stay.
+            let memory = |shape: &[usize]| {
+                let numbers = vec![7.0; 2 * shape[0] * shape[1]];
+                let all = upload(&numbers, &[2 * shape[0], shape[1]]);
+                given.borrow_mut().push(all.clone());
+                all.narrow(0, 0, shape[0])
+            };
+            run_backward(&options, call, &memory).expect("gradients");
+            for gradient in &gradients {
+                let numbers = gradient.download::<f32>().expect("a gradient");
+                assert!(numbers.iter().all(|&number| number == rows as f32));
+            }
+            for all in given.into_inner() {
+                let numbers = all.download::<f32>().expect("partial sums");
+                let rest = &numbers[numbers.len() / 2..];
+                assert!(rest.iter().all(|&number| number == 7.0), "reread: {reread}");
+            }
+        }
+    }
 }

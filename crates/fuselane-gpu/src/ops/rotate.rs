@@ -4,7 +4,7 @@ use fuselane::{Result, Rotate};
 
 use super::tokens::{self, Call, Gradients};
 use crate::angles::Angles;
-use crate::launch::one_device;
+use crate::launch::{one_device, result_like};
 use crate::tensor::Tensor;
 
 const NAME: &str = "rotate";
@@ -43,7 +43,7 @@ pub fn forward<'a>(
     x: &Tensor,
     angles: impl Into<Angles<'a>>,
 ) -> Result<Tensor> {
-    let mut o = x.device().empty(x.dtype(), x.shape())?;
+    let mut o = result_like(NAME, "x", x, x.shape())?;
     forward_into(options, x, angles, &mut o)?;
     Ok(o)
 }
@@ -73,7 +73,7 @@ pub fn backward<'a>(
     grad: &'a Tensor,
     angles: impl Into<Angles<'a>>,
 ) -> Result<Tensor> {
-    let mut dx = grad.device().empty(grad.dtype(), grad.shape())?;
+    let mut dx = result_like(NAME, "grad", grad, grad.shape())?;
     let angles = angles.into();
     backward_into(options, RotateBackward { x, grad, angles, dx: Some(&mut dx), dtheta: None })?;
     Ok(dx)

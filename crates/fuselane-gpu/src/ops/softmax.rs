@@ -7,9 +7,9 @@
 //! **Columns**: the dimension is another one. Units run along the contiguous dimension, so that
 //! neighbours load neighbours, and each of them walks down its columns. A cube is a tile: some
 //! vectors of columns wide (x), and as many units (y) share the rows of each. All rows are read for
-//! the statistics, then again for the result, and nothing is transposed. Where tiles are few and
-//! columns long, the columns are cut into pieces as well: one launch writes the statistics of each
-//! piece, the next one merges them and writes the result.
+//! the statistics, then again for the result, and nothing is transposed. Long columns are cut into
+//! pieces as well: one launch writes the statistics of each piece, the next one merges them and
+//! writes the result.
 //!
 //! Both are made of the same parts. [`walk`] goes over some vectors and gives their [`Sums`], lane
 //! by lane; those of units and pieces are merged in a fixed order; [`scales`] makes of them what
@@ -21,7 +21,8 @@
 //! column_statistics(operator: &'static str, x: &Tensor, dim: usize) -> Result<(Tensor, Tensor)>
 //! ```
 //!
-//! gives the maxima and the sums of exp(x - maximum) in f32, of x's shape with 1 for `dim`.
+//! gives the maxima and the inverses of the sums of exp(x - maximum) in f32, of x's shape with 1 for
+//! `dim`.
 //!
 //! The maximum starts at the least finite number, not at minus infinity, which shaders cannot
 //! write. A row of nothing but minus infinity has that for its maximum and 0 for its sum, and no
@@ -33,10 +34,11 @@ use fuselane::{DType, Result, Softmax};
 use crate::copy::{through_f32, widened};
 use crate::device::Device;
 use crate::kernel::math;
-use crate::kernel::reduce::{Fold, Team, over_lanes, over_units};
-use crate::kernel::storage::{Format, Place, cube_number, load, row_start, store, unit_number};
+use crate::kernel::reduce::{Fold, Team, fold, over_lanes, over_units};
+use crate::kernel::storage::{Format, Place, load, row_start, store, unit_number};
 use crate::launch::{
-    Grid, Rows, Storage, Width, buffer, largest, launch, one_device, team, with_words,
+    Grid, Rows, Storage, Width, buffer, largest, launch, one_device, result_like, team, unused,
+    with_words,
 };
 use crate::tensor::Tensor;
 
@@ -90,12 +92,30 @@ impl Plan {
     fn counts(self) -> bool {
         self.kind == Kind::FromOutput && self.log && self.zero_masked
     }
+
+    fn needs_sum(self) -> bool {
+        self.needs_exponentials() || self.counts()
+    }
+
+    /// Which of the numbers of a piece its sum is; the maximum, if needed, is the first.
+    fn sum_place(self) -> usize {
+        usize::from(self.needs_exponentials())
+    }
+
+    /// Which of them its dot is.
+    fn dot_place(self) -> usize {
+        self.sum_place() + usize::from(self.needs_sum())
+    }
+
+    /// How many numbers a piece has.
+    fn numbers_of_piece(self) -> usize {
+        self.dot_place() + usize::from(self.needs_grad())
+    }
 }
 
-/// Vectors that [`walk`] has in flight at once.
-fn chunk(numbers: usize) -> usize {
-    (32 / numbers).clamp(2, 8)
-}
+/// Vectors that [`walk`] has in flight at once. The same for all widths, so that a column is summed
+/// in the same order whatever its neighbours are.
+const CHUNK: usize = 4;
 
 // What a row or a column is reduced to.
 
@@ -177,8 +197,7 @@ fn walk<E: Numeric, P: Size, N: Size>(
     step: usize,
     #[comptime] plan: Plan,
 ) -> Sums<N> {
-    let lanes = N::value();
-    let count = comptime!(chunk(lanes));
+    let count = comptime!(CHUNK);
     let mut max = Vector::<f32, N>::new(LEAST);
     let mut shift = Vector::<f32, N>::new(LEAST);
     let mut sum = Vector::<f32, N>::new(0.0f32);
@@ -345,7 +364,7 @@ fn softmax_rows<E: Numeric, P: Size, N: Size>(
     #[comptime] plan: Plan,
 ) {
     let mut shared = Shared::<[f32]>::new_slice(comptime!(team.shared()));
-    let row = cube_number() * comptime!(team.rows as usize) + UNIT_POS_Y as usize;
+    let row = CUBE_POS * comptime!(team.rows as usize) + UNIT_POS_Y as usize;
     let inside = row < rows;
     // Units beyond the last row repeat it, up to the stores.
     let row = row.min(rows - 1);
@@ -448,7 +467,7 @@ fn over_row<N: Size>(
 ) -> Sums<N> {
     let mut row_sum = 0.0f32.runtime();
     let mut row_dot = 0.0f32.runtime();
-    if comptime!(plan.needs_exponentials() || plan.counts()) {
+    if comptime!(plan.needs_sum()) {
         row_sum = over_units(over_lanes::<N>(sum, Fold::Sum), shared, Fold::Sum, team);
     }
     if comptime!(plan.needs_grad()) {
@@ -478,8 +497,7 @@ fn write<E: Numeric, P: Size, N: Size>(
     scales: &Scales<N>,
     #[comptime] plan: Plan,
 ) {
-    let lanes = N::value();
-    let count = comptime!(chunk(lanes));
+    let count = comptime!(CHUNK);
     let mut xs = Array::<Vector<f32, N>>::new(comptime!(count));
     let mut grads = Array::<Vector<f32, N>>::new(comptime!(count));
     let mut at = first;
@@ -558,11 +576,7 @@ fn over_slices<N: Size>(
                 for i in 0..N::value() {
                     let at = unit + comptime!(i * units);
                     let (a, b) = (shared[at], shared[at + away]);
-                    if comptime!(kind == Fold::Max) {
-                        shared[at] = a.max(b);
-                    } else {
-                        shared[at] = a + b;
-                    }
+                    shared[at] = fold(a, b, kind);
                 }
             }
             sync_cube();
@@ -595,7 +609,7 @@ fn merged<N: Size>(
             dot *= factor;
         }
     }
-    if comptime!(plan.needs_exponentials() || plan.counts()) {
+    if comptime!(plan.needs_sum()) {
         sum = over_slices::<N>(sum, shared, Fold::Sum, tile);
     }
     if comptime!(plan.needs_grad()) {
@@ -606,7 +620,12 @@ fn merged<N: Size>(
 
 /// Number `which` of the sums of a piece.
 #[cube]
-fn piece_sum<N: Size>(pieces: &[f32], which: usize, at: usize, len: usize) -> Vector<f32, N> {
+fn piece_sum<N: Size>(
+    pieces: &[f32],
+    #[comptime] which: usize,
+    at: usize,
+    len: usize,
+) -> Vector<f32, N> {
     let mut numbers = Vector::<f32, N>::new(0.0f32);
     #[unroll]
     for i in 0..N::value() {
@@ -619,7 +638,7 @@ fn piece_sum<N: Size>(pieces: &[f32], which: usize, at: usize, len: usize) -> Ve
 #[cube]
 fn set_piece_sum<N: Size>(
     pieces: &mut [f32],
-    which: usize,
+    #[comptime] which: usize,
     at: usize,
     len: usize,
     numbers: Vector<f32, N>,
@@ -660,14 +679,14 @@ fn over_pieces<N: Size>(
             let own = piece_sum::<N>(pieces, 0usize, at, len);
             factor = exponentials::<N>(own, max, plan.short);
         }
-        if comptime!(plan.needs_exponentials() || plan.counts()) {
-            sum += piece_sum::<N>(pieces, 1usize, at, len) * factor;
+        if comptime!(plan.needs_sum()) {
+            sum += piece_sum::<N>(pieces, comptime!(plan.sum_place()), at, len) * factor;
         }
         if comptime!(plan.needs_grad()) {
             if comptime!(plan.log) {
-                dot += piece_sum::<N>(pieces, 2usize, at, len);
+                dot += piece_sum::<N>(pieces, comptime!(plan.dot_place()), at, len);
             } else {
-                dot += piece_sum::<N>(pieces, 2usize, at, len) * factor;
+                dot += piece_sum::<N>(pieces, comptime!(plan.dot_place()), at, len) * factor;
             }
         }
         piece += step;
@@ -702,8 +721,8 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
     let mut shared = Shared::<[f32]>::new_slice(comptime!(tile.units() * lanes));
     let columns = comptime!(tile.columns as usize);
     let tiles = (total + comptime!(columns - 1)) / columns;
-    let piece = cube_number() / tiles;
-    let c = (cube_number() % tiles) * columns + UNIT_POS_X as usize;
+    let piece = CUBE_POS / tiles;
+    let c = (CUBE_POS % tiles) * columns + UNIT_POS_X as usize;
     let inside = c < total && piece < pieces;
     // Units beyond the last column repeat it, up to the stores.
     let c = c.min(total - 1);
@@ -757,11 +776,11 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
                 if comptime!(plan.needs_exponentials()) {
                     set_piece_sum::<N>(sums, 0usize, at, len, all.max);
                 }
-                if comptime!(plan.needs_exponentials() || plan.counts()) {
-                    set_piece_sum::<N>(sums, 1usize, at, len, all.sum);
+                if comptime!(plan.needs_sum()) {
+                    set_piece_sum::<N>(sums, comptime!(plan.sum_place()), at, len, all.sum);
                 }
                 if comptime!(plan.needs_grad()) {
-                    set_piece_sum::<N>(sums, 2usize, at, len, all.dot);
+                    set_piece_sum::<N>(sums, comptime!(plan.dot_place()), at, len, all.dot);
                 }
             }
         } else {
@@ -788,12 +807,12 @@ fn softmax_columns<E: Numeric, P: Size, N: Size>(
     }
 }
 
-/// Merges the maxima and sums of pieces, one column for each unit.
+/// Merges the maxima and sums of pieces, one column for each unit, and gives the inverses of the sums.
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn softmax_statistics(
     pieces: &[f32],
     max: &mut [f32],
-    sum: &mut [f32],
+    inverse: &mut [f32],
     total: usize,
     count: usize,
     #[comptime] plan: Plan,
@@ -802,7 +821,7 @@ fn softmax_statistics(
     if c < total {
         let sums = over_pieces::<Const<1>>(pieces, c, total, count, 0usize, 1usize, plan);
         max[c] = sums.max.extract(0usize);
-        sum[c] = sums.sum.extract(0usize);
+        inverse[c] = 1.0f32 / sums.sum.extract(0usize);
     }
 }
 
@@ -815,7 +834,7 @@ pub fn forward_into(options: &Softmax, x: &Tensor, o: &mut Tensor) -> Result<()>
 
 /// The softmax of `x` in a new tensor.
 pub fn forward(options: &Softmax, x: &Tensor) -> Result<Tensor> {
-    let mut o = x.device().empty(x.dtype(), x.shape())?;
+    let mut o = result_like(NAME, "x", x, x.shape())?;
     forward_into(options, x, &mut o)?;
     Ok(o)
 }
@@ -830,7 +849,7 @@ pub fn backward_into(options: &Softmax, o: &Tensor, grad: &Tensor, dx: &mut Tens
 
 /// `dx` of [`backward_into`] in a new tensor.
 pub fn backward(options: &Softmax, o: &Tensor, grad: &Tensor) -> Result<Tensor> {
-    let mut dx = o.device().empty(o.dtype(), o.shape())?;
+    let mut dx = result_like(NAME, "o", o, o.shape())?;
     backward_into(options, o, grad, &mut dx)?;
     Ok(dx)
 }
@@ -849,13 +868,14 @@ pub fn backward_from_input_into(
 
 /// `dx` of [`backward_from_input_into`] in a new tensor.
 pub fn backward_from_input(options: &Softmax, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
-    let mut dx = x.device().empty(x.dtype(), x.shape())?;
+    let mut dx = result_like(NAME, "x", x, x.shape())?;
     backward_from_input_into(options, x, grad, &mut dx)?;
     Ok(dx)
 }
 
-/// The maxima along dimension `dim` of `x`, and the sums of exp(x - maximum), in f32 and of the
-/// same shape with 1 for `dim`; in index order, where the contiguous dimension of `x` is its last.
+/// The maxima along dimension `dim` of `x`, and the inverses of the sums of exp(x - maximum), in f32
+/// and of the same shape with 1 for `dim`; in index order, where the contiguous dimension of `x` is
+/// its last.
 ///
 /// A column of nothing but minus infinity has the sum 0; one with a NaN or a plus infinity has NaN.
 pub(crate) fn column_statistics(
@@ -877,27 +897,37 @@ pub(crate) fn column_statistics(
         if dim + 1 < shape.len() {
             return column_statistics(operator, &x, dim);
         }
-        let (max, sum) =
+        let (max, inverse) =
             column_statistics(operator, &x.reshape(&[x.shape(), &[1]].concat())?, dim)?;
-        return Ok((max.reshape(&shape)?, sum.reshape(&shape)?));
+        return Ok((max.reshape(&shape)?, inverse.reshape(&shape)?));
     }
     let x = x.permute(&order)?;
     let storage = Storage::of(device, x.dtype());
     let Some(columns) = Columns::new([&x, &x, &x], place, storage)? else {
-        let (max, sum) = column_statistics(operator, &widened(operator, &x)?, place)?;
-        return Ok((back(&max, &order)?, back(&sum, &order)?));
+        let (max, inverse) = column_statistics(operator, &widened(operator, &x)?, place)?;
+        return Ok((back(&max, &order)?, back(&inverse, &order)?));
     };
     let plan = Plan::new(&Softmax::default(), Kind::Forward, storage);
     let plan = Plan { short: false, ..plan };
-    let pieces = columns.sums(device)?;
+    let pieces = columns.sums(device, plan)?;
     columns.launch(operator, Stage::Pieces, &pieces, plan)?;
     let shape: Vec<usize> = order.iter().map(|&d| shape[d]).collect();
-    let [max, sum] = [device.empty(DType::F32, &shape)?, device.empty(DType::F32, &shape)?];
+    let [max, inverse] = [device.empty(DType::F32, &shape)?, device.empty(DType::F32, &shape)?];
     let total = max.len();
     let grid = Grid::of_units(operator, device, total, largest([Some(&pieces)]))?;
-    let [from, to_max, to_sum] = [&pieces, &max, &sum].map(|t| buffer(t, Storage::F32));
-    launch!(device, softmax_statistics, grid, from, to_max, to_sum, total, columns.pieces, plan);
-    Ok((back(&max, &order)?, back(&sum, &order)?))
+    let [from, to_max, to_inverse] = [&pieces, &max, &inverse].map(|t| buffer(t, Storage::F32));
+    launch!(
+        device,
+        softmax_statistics,
+        grid,
+        from,
+        to_max,
+        to_inverse,
+        total,
+        columns.pieces,
+        plan
+    );
+    Ok((back(&max, &order)?, back(&inverse, &order)?))
 }
 
 fn run(
@@ -982,17 +1012,18 @@ fn run_columns(
     plan: Plan,
 ) -> Result<bool> {
     let Some(columns) = Columns::new([x, grad, o], dim, storage)? else { return Ok(false) };
-    let sums = columns.sums(o.device())?;
     if columns.pieces == 1 {
-        columns.launch(NAME, Stage::Whole, &sums, plan)?;
+        // Nothing is kept, so that any memory serves.
+        columns.launch(NAME, Stage::Whole, &unused(o.device())?, plan)?;
     } else {
+        let sums = columns.sums(o.device(), plan)?;
         columns.launch(NAME, Stage::Pieces, &sums, plan)?;
         columns.launch(NAME, Stage::Results, &sums, plan)?;
     }
     Ok(true)
 }
 
-/// A call over columns: how it is cut, by its sizes alone.
+/// A call over columns, and how it is cut.
 struct Columns {
     /// The outer dimensions without the reduced one, and the contiguous one.
     rows: Rows<3>,
@@ -1019,8 +1050,7 @@ impl Columns {
         let len = *like.shape().last().unwrap_or(&1);
         let rows = Rows::new([Some(&a), Some(&b), Some(&c)], len).flattened();
         let Some(width) = rows.width(device, storage, 3, &strides) else { return Ok(None) };
-        let total = rows.count() * (rows.len / width.numbers);
-        let (tile, pieces) = cut(device, n, total);
+        let (tile, pieces) = cut(device, n);
         let largest = largest(tensors.map(Some));
         Ok(Some(Self { rows, strides, n, storage, width, tile, pieces, largest }))
     }
@@ -1031,8 +1061,9 @@ impl Columns {
     }
 
     /// Memory for the sums of the pieces.
-    fn sums(&self, device: &Device) -> Result<Tensor> {
-        device.empty(DType::F32, &[3, self.pieces, self.total(), self.width.numbers])
+    fn sums(&self, device: &Device, plan: Plan) -> Result<Tensor> {
+        let shape = [plan.numbers_of_piece(), self.pieces, self.total(), self.width.numbers];
+        device.empty(DType::F32, &shape)
     }
 
     fn launch(
@@ -1062,21 +1093,25 @@ impl Columns {
     }
 }
 
-/// The tiles for `total` vectors of columns that are `n` long, and into how many pieces columns are
-/// cut, so that a large device has enough to do.
-fn cut(device: &Device, n: usize, total: usize) -> (Tile, usize) {
+/// The tiles for columns that are `n` long, and into how many pieces columns are cut, so that a large
+/// device has enough to do where columns are few.
+///
+/// Functions of `n` alone: a column is summed in the same order, however many others there are.
+fn cut(device: &Device, n: usize) -> (Tile, usize) {
     const CUBE: u32 = 256;
     // Vectors of columns that a tile should have, for whole lines of memory to be read.
     const COLUMNS: u32 = 32;
     // The least rows for a unit.
     const ROWS: usize = 16;
-    const CUBES: usize = 512;
+    // Shorter columns are not cut: a second launch costs more than it gives.
+    const CUT: usize = 1024;
     let power = |count: usize| count.max(1).next_power_of_two().min(1 << 16) as u32;
     let cube = CUBE.min(device.units());
     let wanted = power(n.div_ceil(ROWS));
-    let columns = (cube / wanted.min(cube)).max(COLUMNS).min(cube).min(power(total));
+    let columns = (cube / wanted.min(cube)).max(COLUMNS).min(cube);
     let slices = wanted.min(cube / columns);
-    let tiles = total.div_ceil(columns as usize);
-    let most = n.div_ceil(slices as usize * ROWS);
-    (Tile { columns, slices }, CUBES.div_ceil(tiles).clamp(1, most))
+    // Each piece reads the sums of all of them: by this root that stays below a tenth of the
+    // column itself.
+    let pieces = if n < CUT { 1 } else { n.isqrt() / 4 };
+    (Tile { columns, slices }, pieces)
 }

@@ -2,7 +2,8 @@
 //!
 //! The work is cut into slots: a vector of `N` angles of one token and head, with the features that
 //! they turn, or a vector of features that no angle turns. A unit has one slot and walks over the
-//! batch, so that its sines and cosines are made once for all entries.
+//! batch, so that its sines and cosines are made once for all entries; where there are too few slots
+//! to fill a device, over a chunk of it.
 //!
 //! A softmax over the features is a reduction over the slots of a token and head: a team of units
 //! has them in registers (`encode_rows`). Statistics from a launch before serve a softmax over the
@@ -13,7 +14,7 @@ use fuselane::plan::Encoding;
 use fuselane::{Act, DType, Error, FusedAct, Positions, Result, TokenLayout, plan};
 
 use crate::angles::Angles;
-use crate::copy::{narrow_into, widened};
+use crate::copy::{fill, narrow_into, through_f32, widened, write_f32};
 use crate::device::Device;
 use crate::kernel::angles::{
     AngleForm, AnglePlace, AnglePlaceLaunch, Coordinates, Turn, coordinates_of, turn,
@@ -22,7 +23,10 @@ use crate::kernel::math;
 use crate::kernel::reduce::{Fold, Team, over_lanes, over_units};
 use crate::kernel::storage::{Format, Place, PlaceLaunch, load, store, unit_number};
 use crate::kernel::sums::sum_partials;
-use crate::launch::{Grid, Storage, Width, buffer, largest, launch, sequence, team, with_words};
+use crate::launch::{
+    Grid, Storage, Width, buffer, check_buffers, largest, launch, sequence, team, unused,
+    with_words,
+};
 use crate::ops::softmax::column_statistics;
 use crate::tensor::Tensor;
 
@@ -78,6 +82,8 @@ impl Form {
 #[derive(CubeType, CubeLaunch)]
 struct Sizes {
     batch: usize,
+    /// Entries of the batch that a unit walks over.
+    chunk: usize,
     tokens: usize,
     heads: usize,
     /// Slots of a token and head, and those of them that turn.
@@ -104,15 +110,29 @@ struct Spot {
     slot: usize,
 }
 
+/// The spot of a slot of row number `row`, of rows counted over chunks of the batch, too.
 #[cube]
-fn spot(sizes: &Sizes, number: usize, #[comptime] form: Form) -> Spot {
-    let row = number / sizes.slots;
-    let slot = number % sizes.slots;
+fn spot(sizes: &Sizes, row: usize, slot: usize, #[comptime] form: Form) -> Spot {
+    let row = row % (sizes.tokens * sizes.heads);
     if comptime!(form.heads_inside) {
         Spot { token: row / sizes.heads, head: row % sizes.heads, slot }
     } else {
         Spot { token: row % sizes.tokens, head: row / sizes.tokens, slot }
     }
+}
+
+/// The rows of all chunks of the batch.
+#[cube]
+fn all_rows(sizes: &Sizes) -> usize {
+    let chunks = (sizes.batch + sizes.chunk - 1usize) / sizes.chunk;
+    chunks * sizes.tokens * sizes.heads
+}
+
+/// The entries of the batch that go with row number `row`: from the first one to before the second.
+#[cube]
+fn entries(sizes: &Sizes, row: usize) -> (usize, usize) {
+    let first = row / (sizes.tokens * sizes.heads) * sizes.chunk;
+    (first, sizes.batch.min(first + sizes.chunk))
 }
 
 /// Where a row begins.
@@ -278,20 +298,20 @@ fn decoded<N: Size>(grad: &Pair<N>, turn: &Turn<N>, #[comptime] form: Form) -> P
     }
 }
 
-/// exp(x - max) / sum of each number.
+/// exp(x - max) of each number, by the inverse of its sum.
 #[cube]
 fn soft<N: Size>(
     x: Vector<f32, N>,
     max: Vector<f32, N>,
-    sum: Vector<f32, N>,
+    inverse: Vector<f32, N>,
     #[comptime] short: bool,
 ) -> Vector<f32, N> {
     let mut y = Vector::<f32, N>::new(0.0f32);
     #[unroll]
     for i in 0..N::value() {
-        y.insert(i, math::exp_of(x.extract(i) - max.extract(i), short) / sum.extract(i));
+        y.insert(i, math::exp_of(x.extract(i) - max.extract(i), short));
     }
-    y
+    y * inverse
 }
 
 /// The statistics of a slot's numbers.
@@ -310,8 +330,7 @@ fn statistic<N: Size>(
     } else {
         let row = (batch * sizes.heads + spot.head) * sizes.features * N::value();
         let mut a = Vector::<f32, N>::new(0.0f32);
-        // A slot that does not turn has no second features; what stands for them is to be finite.
-        let mut b = Vector::<f32, N>::new(1.0f32);
+        let mut b = Vector::<f32, N>::new(0.0f32);
         #[unroll]
         for i in 0..N::value() {
             if spot.slot < sizes.turning {
@@ -341,7 +360,7 @@ fn statistic<N: Size>(
 fn activated<N: Size>(
     x: &Pair<N>,
     maxima: &[f32],
-    sums: &[f32],
+    inverses: &[f32],
     sizes: &Sizes,
     batch: usize,
     spot: &Spot,
@@ -354,11 +373,14 @@ fn activated<N: Size>(
         }
         _ => {
             let max = statistic::<N>(maxima, sizes, batch, spot, form);
-            let sum = statistic::<N>(sums, sizes, batch, spot, form);
-            Pair::<N> {
-                a: soft::<N>(x.a, max.a, sum.a, comptime!(short && form.short_powers)),
-                b: soft::<N>(x.b, max.b, sum.b, comptime!(short && form.short_powers)),
+            let inverse = statistic::<N>(inverses, sizes, batch, spot, form);
+            let short = comptime!(short && form.short_powers);
+            let a = soft::<N>(x.a, max.a, inverse.a, short);
+            let mut b = x.b;
+            if comptime!(form.is_rotate()) {
+                b = soft::<N>(x.b, max.b, inverse.b, short);
             }
+            Pair::<N> { a, b: second_or_zero::<N>(b, spot.slot < sizes.turning) }
         }
     }
 }
@@ -368,7 +390,7 @@ fn encode<E: Numeric, P: Size, N: Size>(
     x: &[Vector<E, P>],
     o: &mut [Vector<E, P>],
     maxima: &[f32],
-    sums: &[f32],
+    inverses: &[f32],
     theta: &[f32],
     sines: &[f32],
     coordinates: &[f32],
@@ -379,11 +401,13 @@ fn encode<E: Numeric, P: Size, N: Size>(
     #[comptime] form: Form,
 ) {
     let unit = unit_number();
-    if unit < sizes.tokens * sizes.heads * sizes.slots {
-        let spot = spot(sizes, unit, form);
+    let row = unit / sizes.slots;
+    if row < all_rows(sizes) {
+        let spot = spot(sizes, row, unit % sizes.slots, form);
+        let (first, end) = entries(sizes, row);
         let mut turn =
             slot_turn::<N>(theta, sines, coordinates, angle_place, sizes, 0usize, &spot, form);
-        for batch in 0..sizes.batch {
+        for batch in first..end {
             if comptime!(form.angles.coordinates == Coordinates::PerBatch) {
                 let here = slot_turn::<N>(
                     theta,
@@ -407,8 +431,16 @@ fn encode<E: Numeric, P: Size, N: Size>(
                 comptime!(form.slots),
                 comptime!(form.format),
             );
-            let y =
-                activated::<N>(&x, maxima, sums, sizes, batch, &spot, form, comptime!(form.short));
+            let y = activated::<N>(
+                &x,
+                maxima,
+                inverses,
+                sizes,
+                batch,
+                &spot,
+                form,
+                comptime!(form.short),
+            );
             let to = start(o_place, batch, spot.token, spot.head);
             store_slot::<E, P, N>(
                 o,
@@ -430,7 +462,7 @@ fn encode_backward<E: Numeric, P: Size, N: Size>(
     grad: &[Vector<E, P>],
     dx: &mut [Vector<E, P>],
     maxima: &[f32],
-    sums: &[f32],
+    inverses: &[f32],
     dots: &[f32],
     theta: &[f32],
     sines: &[f32],
@@ -443,11 +475,13 @@ fn encode_backward<E: Numeric, P: Size, N: Size>(
     #[comptime] form: Form,
 ) {
     let unit = unit_number();
-    if unit < sizes.tokens * sizes.heads * sizes.slots {
-        let spot = spot(sizes, unit, form);
+    let row = unit / sizes.slots;
+    if row < all_rows(sizes) {
+        let spot = spot(sizes, row, unit % sizes.slots, form);
+        let (first, end) = entries(sizes, row);
         let mut turn =
             slot_turn::<N>(theta, sines, coordinates, angle_place, sizes, 0usize, &spot, form);
-        for batch in 0..sizes.batch {
+        for batch in first..end {
             if comptime!(form.angles.coordinates == Coordinates::PerBatch) {
                 let here = slot_turn::<N>(
                     theta,
@@ -488,7 +522,8 @@ fn encode_backward<E: Numeric, P: Size, N: Size>(
                         dy.b = math::pull_back::<N>(x.b, dy.b, act, comptime!(form.short));
                     }
                     _ => {
-                        let y = activated::<N>(&x, maxima, sums, sizes, batch, &spot, form, false);
+                        let y =
+                            activated::<N>(&x, maxima, inverses, sizes, batch, &spot, form, false);
                         let dot = statistic::<N>(dots, sizes, batch, &spot, form);
                         dy.a = y.a * (dy.a - dot.a);
                         dy.b = y.b * (dy.b - dot.b);
@@ -530,11 +565,24 @@ fn fold_pair<N: Size>(
     all
 }
 
+/// The second features of a slot: 0 where it does not turn, and has none. What an activation makes
+/// of nothing may be infinite.
+#[cube]
+fn second_or_zero<N: Size>(b: Vector<f32, N>, turns: bool) -> Vector<f32, N> {
+    let mut second = Vector::<f32, N>::new(0.0f32);
+    #[unroll]
+    for i in 0..N::value() {
+        second.insert(i, select(turns, b.extract(i), 0.0f32));
+    }
+    second
+}
+
 /// exp(x - max) of a slot.
 #[cube]
 fn powers<N: Size>(
     x: &Pair<N>,
     max: f32,
+    turns: bool,
     #[comptime] short: bool,
     #[comptime] form: Form,
 ) -> Pair<N> {
@@ -547,28 +595,20 @@ fn powers<N: Size>(
             b.insert(i, math::exp_of(x.b.extract(i) - max, short));
         }
     }
-    Pair::<N> { a, b }
+    Pair::<N> { a, b: second_or_zero::<N>(b, turns) }
 }
 
-/// The token and head of a team, and where they begin to be too many.
+/// The row of a team. One without a row goes along with the last one, and writes nothing.
 #[cube]
-fn team_spot(sizes: &Sizes, #[comptime] team: Team, #[comptime] form: Form) -> Spot {
+fn team_row(sizes: &Sizes, #[comptime] team: Team) -> usize {
     let row = CUBE_POS * comptime!(team.rows as usize) + UNIT_POS_Y as usize;
-    // A team without a row goes along with the last one, and writes nothing.
-    let last = sizes.tokens * sizes.heads - 1usize;
-    let row = select(row < last, row, last);
-    let slot = UNIT_POS_X as usize;
-    if comptime!(form.heads_inside) {
-        Spot { token: row / sizes.heads, head: row % sizes.heads, slot }
-    } else {
-        Spot { token: row % sizes.tokens, head: row / sizes.tokens, slot }
-    }
+    row.min(all_rows(sizes) - 1usize)
 }
 
 /// Whether the team has a row.
 #[cube]
 fn team_works(sizes: &Sizes, #[comptime] team: Team) -> bool {
-    CUBE_POS * comptime!(team.rows as usize) + (UNIT_POS_Y as usize) < sizes.tokens * sizes.heads
+    CUBE_POS * comptime!(team.rows as usize) + (UNIT_POS_Y as usize) < all_rows(sizes)
 }
 
 /// Softmax over the features, then the encoding; each unit keeps `kept` slots.
@@ -588,7 +628,9 @@ fn encode_rows<E: Numeric, P: Size, N: Size>(
     #[comptime] form: Form,
 ) {
     let mut shared = Shared::<[f32]>::new_slice(comptime!(team.shared()));
-    let spot = team_spot(sizes, team, form);
+    let row = team_row(sizes, team);
+    let spot = spot(sizes, row, UNIT_POS_X as usize, form);
+    let (first_entry, end_entry) = entries(sizes, row);
     let works = team_works(sizes, team);
     let mut cosines = Array::<Vector<f32, N>>::new(kept);
     let mut sines_kept = Array::<Vector<f32, N>>::new(kept);
@@ -603,7 +645,7 @@ fn encode_rows<E: Numeric, P: Size, N: Size>(
         cosines[k] = turn.cos;
         sines_kept[k] = turn.sin;
     }
-    for batch in 0..sizes.batch {
+    for batch in first_entry..end_entry {
         let from = start(x_place, batch, spot.token, spot.head);
         let mut first = Array::<Vector<f32, N>>::new(kept);
         let mut second = Array::<Vector<f32, N>>::new(kept);
@@ -632,10 +674,11 @@ fn encode_rows<E: Numeric, P: Size, N: Size>(
             let slot = spot.slot + comptime!(k * team.units as usize);
             if slot < sizes.slots {
                 let pair = Pair::<N> { a: first[k], b: second[k] };
-                let powers = powers::<N>(&pair, max, comptime!(form.short_powers), form);
+                let turns = slot < sizes.turning;
+                let powers = powers::<N>(&pair, max, turns, comptime!(form.short_powers), form);
                 first[k] = powers.a;
                 second[k] = powers.b;
-                sum += fold_pair::<N>(&powers, slot < sizes.turning, Fold::Sum, form);
+                sum += fold_pair::<N>(&powers, turns, Fold::Sum, form);
             }
         }
         let sum = over_units(sum, &mut shared, Fold::Sum, team);
@@ -695,9 +738,24 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
     #[comptime] form: Form,
 ) {
     let mut shared = Shared::<[f32]>::new_slice(comptime!(team.shared()));
-    let spot = team_spot(sizes, team, form);
+    let row = team_row(sizes, team);
+    let spot = spot(sizes, row, UNIT_POS_X as usize, form);
+    let (first_entry, end_entry) = entries(sizes, row);
     let works = team_works(sizes, team);
-    for batch in 0..sizes.batch {
+    let mut cosines = Array::<Vector<f32, N>>::new(kept);
+    let mut sines_kept = Array::<Vector<f32, N>>::new(kept);
+    if comptime!(form.angles.coordinates != Coordinates::PerBatch) {
+        #[unroll]
+        for k in 0..kept {
+            let slot = spot.slot + comptime!(k * team.units as usize);
+            let at = Spot { token: spot.token, head: spot.head, slot };
+            let turn =
+                slot_turn::<N>(theta, sines, coordinates, angle_place, sizes, 0usize, &at, form);
+            cosines[k] = turn.cos;
+            sines_kept[k] = turn.sin;
+        }
+    }
+    for batch in first_entry..end_entry {
         let x_from = start(x_place, batch, spot.token, spot.head);
         let grad_from = start(grad_place, batch, spot.token, spot.head);
         let mut first = Array::<Vector<f32, N>>::new(kept);
@@ -728,9 +786,22 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
                     comptime!(form.output()),
                     comptime!(form.format),
                 );
-                let at = Spot { token: spot.token, head: spot.head, slot };
-                let turn =
-                    slot_turn::<N>(theta, sines, coordinates, angle_place, sizes, batch, &at, form);
+                if comptime!(form.angles.coordinates == Coordinates::PerBatch) {
+                    let at = Spot { token: spot.token, head: spot.head, slot };
+                    let here = slot_turn::<N>(
+                        theta,
+                        sines,
+                        coordinates,
+                        angle_place,
+                        sizes,
+                        batch,
+                        &at,
+                        form,
+                    );
+                    cosines[k] = here.cos;
+                    sines_kept[k] = here.sin;
+                }
+                let turn = Turn::<N> { cos: cosines[k], sin: sines_kept[k] };
                 let pair = decoded::<N>(&pair, &turn, form);
                 dfirst[k] = pair.a;
                 dsecond[k] = pair.b;
@@ -744,10 +815,10 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
             let slot = spot.slot + comptime!(k * team.units as usize);
             if slot < sizes.slots {
                 let pair = Pair::<N> { a: first[k], b: second[k] };
-                let powers = powers::<N>(&pair, max, false, form);
+                let turns = slot < sizes.turning;
+                let powers = powers::<N>(&pair, max, turns, false, form);
                 first[k] = powers.a;
                 second[k] = powers.b;
-                let turns = slot < sizes.turning;
                 sum += fold_pair::<N>(&powers, turns, Fold::Sum, form);
                 let product = Pair::<N> { a: powers.a * dfirst[k], b: powers.b * dsecond[k] };
                 dot += fold_pair::<N>(&product, turns, Fold::Sum, form);
@@ -780,23 +851,25 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
     }
 }
 
-/// The maximum and the sum of exp(x - max) of each (batch, token, head), by teams that read a row
+/// The maximum, and the inverse of the sum of exp(x - max), of each (batch, token, head), by teams that read a row
 /// twice: for rows that no registers hold, and for dtheta.
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn row_statistics<E: Numeric, P: Size, N: Size>(
     x: &[Vector<E, P>],
     maxima: &mut [f32],
-    sums: &mut [f32],
+    inverses: &mut [f32],
     x_place: &Place,
     sizes: &Sizes,
     #[comptime] team: Team,
     #[comptime] form: Form,
 ) {
     let mut shared = Shared::<[f32]>::new_slice(comptime!(team.shared()));
-    let spot = team_spot(sizes, team, form);
+    let row = team_row(sizes, team);
+    let spot = spot(sizes, row, UNIT_POS_X as usize, form);
+    let (first_entry, end_entry) = entries(sizes, row);
     let works = team_works(sizes, team);
     let units = comptime!(team.units as usize);
-    for batch in 0..sizes.batch {
+    for batch in first_entry..end_entry {
         let from = start(x_place, batch, spot.token, spot.head);
         let mut max = f32::new(f32::MIN);
         let mut vector = spot.slot;
@@ -822,7 +895,7 @@ fn row_statistics<E: Numeric, P: Size, N: Size>(
         if works && UNIT_POS_X == 0u32 {
             let row = (batch * sizes.tokens + spot.token) * sizes.heads + spot.head;
             maxima[row] = max;
-            sums[row] = sum;
+            inverses[row] = 1.0f32 / sum;
         }
     }
 }
@@ -834,7 +907,7 @@ fn row_dots<E: Numeric, P: Size, N: Size>(
     grad: &[Vector<E, P>],
     dots: &mut [f32],
     maxima: &[f32],
-    sums: &[f32],
+    inverses: &[f32],
     theta: &[f32],
     sines: &[f32],
     coordinates: &[f32],
@@ -846,12 +919,14 @@ fn row_dots<E: Numeric, P: Size, N: Size>(
     #[comptime] form: Form,
 ) {
     let mut shared = Shared::<[f32]>::new_slice(comptime!(team.shared()));
-    let spot = team_spot(sizes, team, form);
+    let row = team_row(sizes, team);
+    let spot = spot(sizes, row, UNIT_POS_X as usize, form);
+    let (first_entry, end_entry) = entries(sizes, row);
     let works = team_works(sizes, team);
-    for batch in 0..sizes.batch {
+    for batch in first_entry..end_entry {
         let x_from = start(x_place, batch, spot.token, spot.head);
         let grad_from = start(grad_place, batch, spot.token, spot.head);
-        let mut dot = 0.0f32;
+        let mut dots_of_lanes = Vector::<f32, N>::new(0.0f32);
         let mut slot = spot.slot;
         while slot < sizes.slots {
             let at = Spot { token: spot.token, head: spot.head, slot };
@@ -859,7 +934,7 @@ fn row_dots<E: Numeric, P: Size, N: Size>(
                 x,
                 grad,
                 maxima,
-                sums,
+                inverses,
                 theta,
                 sines,
                 coordinates,
@@ -871,9 +946,15 @@ fn row_dots<E: Numeric, P: Size, N: Size>(
                 &at,
                 form,
             );
-            dot += fold_pair::<N>(&product, slot < sizes.turning, Fold::Sum, form);
+            dots_of_lanes += product.a;
+            if comptime!(form.is_rotate()) {
+                if slot < sizes.turning {
+                    dots_of_lanes += product.b;
+                }
+            }
             slot += comptime!(team.units as usize);
         }
+        let dot = over_lanes::<N>(dots_of_lanes, Fold::Sum);
         let dot = over_units(dot, &mut shared, Fold::Sum, team);
         if works && UNIT_POS_X == 0u32 {
             dots[(batch * sizes.tokens + spot.token) * sizes.heads + spot.head] = dot;
@@ -887,7 +968,7 @@ fn product_of_slot<E: Numeric, P: Size, N: Size>(
     x: &[Vector<E, P>],
     grad: &[Vector<E, P>],
     maxima: &[f32],
-    sums: &[f32],
+    inverses: &[f32],
     theta: &[f32],
     sines: &[f32],
     coordinates: &[f32],
@@ -907,7 +988,7 @@ fn product_of_slot<E: Numeric, P: Size, N: Size>(
         comptime!(form.slots),
         comptime!(form.format),
     );
-    let y = activated::<N>(&x, maxima, sums, sizes, batch, spot, form, false);
+    let y = activated::<N>(&x, maxima, inverses, sizes, batch, spot, form, false);
     let grad = load_slot::<E, P, N>(
         grad,
         grad_from,
@@ -929,7 +1010,7 @@ fn column_dots<E: Numeric, P: Size, N: Size>(
     grad: &[Vector<E, P>],
     partials: &mut [Vector<f32, N>],
     maxima: &[f32],
-    sums: &[f32],
+    inverses: &[f32],
     theta: &[f32],
     sines: &[f32],
     coordinates: &[f32],
@@ -960,7 +1041,7 @@ fn column_dots<E: Numeric, P: Size, N: Size>(
                     x,
                     grad,
                     maxima,
-                    sums,
+                    inverses,
                     theta,
                     sines,
                     coordinates,
@@ -997,7 +1078,7 @@ fn angle_gradients<E: Numeric, P: Size, N: Size>(
     grad: &[Vector<E, P>],
     partials: &mut [Vector<f32, N>],
     maxima: &[f32],
-    sums: &[f32],
+    inverses: &[f32],
     theta: &[f32],
     sines: &[f32],
     coordinates: &[f32],
@@ -1070,7 +1151,7 @@ fn angle_gradients<E: Numeric, P: Size, N: Size>(
                         comptime!(form.slots),
                         comptime!(form.format),
                     );
-                    let y = activated::<N>(&x, maxima, sums, sizes, batch, &at, form, false);
+                    let y = activated::<N>(&x, maxima, inverses, sizes, batch, &at, form, false);
                     let grad = load_slot::<E, P, N>(
                         grad,
                         start(grad_place, batch, token, head),
@@ -1190,16 +1271,18 @@ impl Call<'_> {
             Positions::PerBatch(_) => Coordinates::PerBatch,
             Positions::Grid(_) => Coordinates::Grid,
         };
-        let at = |batch, token| {
-            let Self { positions, extra_tokens, sequences, .. } = *self;
-            plan::coordinates(positions, extra_tokens, sequences, tokens, batch, token)[0]
-        };
-        let listed: Vec<i64> = match coordinates {
-            Coordinates::PerToken => (0..tokens).map(|token| at(0, token)).collect(),
-            Coordinates::PerBatch => {
-                (0..batch * tokens).map(|i| at(i / tokens, i % tokens)).collect()
+        let counted_here: Vec<i64>;
+        let listed: &[i64] = match self.positions {
+            Positions::PerToken(listed) => &listed[..tokens],
+            Positions::PerBatch(listed) => &listed[..batch * tokens],
+            // Packed sequences, or far ones.
+            Positions::From(_) if counted.is_none() => {
+                let Self { positions, extra_tokens, sequences, .. } = *self;
+                let at = |t| plan::coordinates(positions, extra_tokens, sequences, tokens, 0, t)[0];
+                counted_here = (0..tokens).map(at).collect();
+                &counted_here
             }
-            Coordinates::Counted | Coordinates::Grid => Vec::new(),
+            Positions::From(_) | Positions::Grid(_) => &[],
         };
         if let (Angles::Table(_), Some(far)) =
             (&self.angles, listed.iter().find(|c| c.abs() > 2 * EXACT))
@@ -1208,8 +1291,12 @@ impl Call<'_> {
             let got = format!("is asked for coordinate {far}");
             return Err(Error::new(self.operator, "angle table", got, expected));
         }
-        let listed: Vec<f32> = listed.into_iter().map(|coordinate| coordinate as f32).collect();
-        let coordinates_there = upload(device, &listed)?;
+        let coordinates_there = if listed.is_empty() {
+            unused(device)?
+        } else {
+            let listed: Vec<f32> = listed.iter().map(|&coordinate| coordinate as f32).collect();
+            device.upload(fuselane::View::new(&listed, &[listed.len()])?)?
+        };
         let (theta, sines) = match &self.angles {
             Angles::Theta(theta) => (widened(self.operator, theta)?, coordinates_there.clone()),
             Angles::Table(table) => (table.cosines().clone(), table.sines().clone()),
@@ -1272,14 +1359,27 @@ impl Call<'_> {
         }
     }
 
-    fn sizes(&self, width: Width, tokens: usize) -> SizesLaunch {
+    /// Entries of the batch that a unit walks over, where `units` units do one entry.
+    ///
+    /// As many as make its sines and cosines cheap, unless that leaves a large device without work.
+    /// No sum depends on it.
+    fn chunk(&self, units: usize) -> usize {
+        // What the largest devices run at once, some hundred multiprocessors with 2048 units each.
+        const UNITS: usize = 1 << 18;
+        let batch = self.encoding.batch;
+        let chunks = (UNITS / units.max(1)).clamp(1, batch.max(1));
+        batch.div_ceil(chunks).max(1)
+    }
+
+    fn sizes(&self, width: Width, tokens: usize, chunk: usize) -> SizesLaunch {
         let Encoding { batch, heads, features, pairs, .. } = self.encoding;
         let (vectors, n) = (features / width.numbers, width.numbers);
         let (turning, second) = match pairs {
             None => (vectors, vectors),
             Some(pairs) => (pairs.count / n, pairs.second.unwrap_or(0) / n),
         };
-        SizesLaunch::new(batch, tokens, heads, self.slot_count(width), turning, vectors, second)
+        let slots = self.slot_count(width);
+        SizesLaunch::new(batch, chunk, tokens, heads, slots, turning, vectors, second)
     }
 
     /// Slots of a token and head.
@@ -1301,10 +1401,10 @@ impl Call<'_> {
     }
 
     fn width(&self, device: &Device, storage: Storage, tensors: &[&Tensor]) -> Option<Width> {
-        let strides = tensors.iter().flat_map(|tensor| {
-            let outer = tensor.shape()[..3].iter().zip(&tensor.strides()[..3]);
-            outer.filter(|(size, _)| **size > 1).map(|(_, stride)| *stride).chain([tensor.offset()])
-        });
+        // Those of a dimension of size 1 too: a batch of one entry is summed as one of many.
+        let strides = tensors
+            .iter()
+            .flat_map(|tensor| tensor.strides()[..3].iter().copied().chain([tensor.offset()]));
         Width::of(device, storage, strides.chain(self.cuts()))
     }
 }
@@ -1318,29 +1418,25 @@ fn place(tensor: &Tensor, width: Width) -> PlaceLaunch {
     PlaceLaunch::new(tensor.offset() / n, sequence(strides))
 }
 
-fn upload(device: &Device, numbers: &[f32]) -> Result<Tensor> {
-    let numbers = if numbers.is_empty() { &[0.0] } else { numbers };
-    device.upload(fuselane::View::new(numbers, &[numbers.len()])?)
-}
-
 /// Encodes `x` into `o`.
 pub(crate) fn forward(call: &Call<'_>, x: &Tensor, o: &Tensor) -> Result<()> {
     if call.encoding.is_empty() {
         return Ok(());
     }
     let device = o.device();
+    check_buffers(call.operator, device, 7)?;
     let prepared = call.prepare(device)?;
     let order = call.order();
     let (x, o) = (x.permute(&order)?, o.permute(&order)?);
     let storage = Storage::of(device, x.dtype());
-    if call.width(device, storage, &[&x, &o]).is_none() {
-        // Two bf16 of a word belong to two units: through f32.
-        let wide_x = widened(call.operator, &x)?;
-        let wide_o = device.empty(DType::F32, o.shape())?;
-        forward_parts(call, &prepared, &wide_x, &wide_o)?;
-        return narrow_into(call.operator, &wide_o, &o);
+    if call.width(device, storage, &[&x, &o]).is_some() {
+        return forward_parts(call, &prepared, &x, &o);
     }
-    forward_parts(call, &prepared, &x, &o)
+    // Two bf16 of a word belong to two units.
+    through_f32(call.operator, [Some(&x)], [Some(&o)], |[x], [o]| match (x, o) {
+        (Some(x), Some(o)) => forward_parts(call, &prepared, x, o),
+        _ => Ok(()),
+    })
 }
 
 fn forward_parts(call: &Call<'_>, prepared: &Prepared, x: &Tensor, o: &Tensor) -> Result<()> {
@@ -1362,46 +1458,50 @@ fn forward_part(
     let storage = Storage::of(device, x.dtype());
     let width = part_width(call, device, storage, &[x, o])?;
     let (n, tokens) = (width.numbers, x.shape()[1]);
-    let rows = tokens * call.encoding.heads;
+    let (batch, rows) = (call.encoding.batch, tokens * call.encoding.heads);
     let slots = call.slot_count(width);
     let numbers = largest([Some(x), Some(o)]);
     let Prepared { theta, sines, coordinates, .. } = prepared;
     let floats = |tensor: &Tensor| buffer(tensor, Storage::F32);
-    let (act, maxima, sums) = match call.act {
+    let (act, maxima, inverses) = match call.act {
         FusedAct::Elementwise(act) => {
             (Activation::Elementwise(act), coordinates.clone(), coordinates.clone())
         }
         FusedAct::SoftmaxSequence => {
-            let (maxima, sums) = column_statistics(operator, x, 1)?;
-            (Activation::Columns, maxima, sums)
+            let (maxima, inverses) = column_statistics(operator, x, 1)?;
+            (Activation::Columns, maxima, inverses)
         }
         FusedAct::SoftmaxFeatures => {
             let form = call.form(prepared, storage, Activation::Rows);
-            // Two features and their cosines and sines for each number of a slot.
+            // Two features, a cosine and a sine for each number of a slot.
             let (team, kept) = team(device, slots, 4 * n);
             if kept > 0 {
-                let grid = Grid::of_rows(operator, device, rows, team, numbers)?;
+                let chunk = call.chunk(rows * team.units as usize);
+                let all_rows = rows * batch.div_ceil(chunk);
+                let grid = Grid::of_rows(operator, device, all_rows, team, numbers)?;
                 with_words!(storage, E => launch!(
                     device, encode_rows::<E>, grid, width.words, n,
                     buffer(x, storage), buffer(o, storage),
                     floats(theta), floats(sines), floats(coordinates),
                     place(x, width), place(o, width), call.angle_place(prepared, first),
-                    call.sizes(width, tokens), kept, team, form,
+                    call.sizes(width, tokens, chunk), kept, team, form,
                 ));
                 return Ok(());
             }
-            let (maxima, sums) = statistics_of_rows(call, prepared, x)?;
-            (Activation::Rows, maxima, sums)
+            let (maxima, inverses) = statistics_of_rows(call, prepared, x)?;
+            (Activation::Rows, maxima, inverses)
         }
     };
     let form = call.form(prepared, storage, act);
-    let grid = Grid::of_units(operator, device, rows * slots, numbers)?;
+    let chunk = call.chunk(rows * slots);
+    let units = rows * slots * batch.div_ceil(chunk);
+    let grid = Grid::of_units(operator, device, units, numbers)?;
     with_words!(storage, E => launch!(
         device, encode::<E>, grid, width.words, n,
-        buffer(x, storage), buffer(o, storage), floats(&maxima), floats(&sums),
+        buffer(x, storage), buffer(o, storage), floats(&maxima), floats(&inverses),
         floats(theta), floats(sines), floats(coordinates),
         place(x, width), place(o, width), call.angle_place(prepared, first),
-        call.sizes(width, tokens), form,
+        call.sizes(width, tokens, chunk), form,
     ));
     Ok(())
 }
@@ -1428,17 +1528,19 @@ fn statistics_of_rows(
     let storage = Storage::of(device, x.dtype());
     let width = part_width(call, device, storage, &[x])?;
     let shape = &x.shape()[..3];
-    let (maxima, sums) = (device.empty(DType::F32, shape)?, device.empty(DType::F32, shape)?);
+    let (maxima, inverses) = (device.empty(DType::F32, shape)?, device.empty(DType::F32, shape)?);
     let (team, _) = team(device, call.encoding.features / width.numbers, 1);
     let rows = shape[1] * shape[2];
-    let grid = Grid::of_rows(call.operator, device, rows, team, largest([Some(x)]))?;
+    let chunk = call.chunk(rows * team.units as usize);
+    let all_rows = rows * shape[0].div_ceil(chunk);
+    let grid = Grid::of_rows(call.operator, device, all_rows, team, largest([Some(x)]))?;
     let form = call.form(prepared, storage, Activation::Rows);
     with_words!(storage, E => launch!(
         device, row_statistics::<E>, grid, width.words, width.numbers, buffer(x, storage),
-        buffer(&maxima, Storage::F32), buffer(&sums, Storage::F32), place(x, width),
-        call.sizes(width, shape[1]), team, form,
+        buffer(&maxima, Storage::F32), buffer(&inverses, Storage::F32), place(x, width),
+        call.sizes(width, shape[1], chunk), team, form,
     ));
-    Ok((maxima, sums))
+    Ok((maxima, inverses))
 }
 
 /// Tensors of a backward call.
@@ -1453,97 +1555,94 @@ pub(crate) struct Gradients<'a> {
 /// Pulls `grad` back through the encoding and the activation.
 pub(crate) fn backward(call: &Call<'_>, gradients: Gradients<'_>) -> Result<()> {
     let Gradients { x, grad, dx, dtheta } = gradients;
-    let device = grad.device();
-    let split = call.encoding.split;
-    let angle_sums = device.empty(DType::F32, &[split.theta_heads * split.count])?;
+    let (device, operator) = (grad.device(), call.operator);
     if x.is_none() && dx.is_none() {
         return Ok(());
     }
     if call.encoding.is_empty() {
-        if let Some(dtheta) = dtheta {
-            let zeros = vec![0.0f32; dtheta.len()];
-            let zeros = device.upload(fuselane::View::new(&zeros, dtheta.shape())?)?;
-            narrow_into(call.operator, &zeros, dtheta)?;
-        }
-        return Ok(());
+        return dtheta.map_or(Ok(()), |dtheta| fill(operator, dtheta, 0.0));
     }
+    check_buffers(operator, device, 9)?;
     let prepared = call.prepare(device)?;
     let order = call.order();
-    let mut x = x.map(|x| x.permute(&order)).transpose()?;
-    let mut grad = grad.permute(&order)?;
+    let x = x.map(|x| x.permute(&order)).transpose()?;
+    let grad = grad.permute(&order)?;
     let dx = dx.map(|dx| dx.permute(&order)).transpose()?;
-    let mut dx_there = dx.clone();
     let storage = Storage::of(device, grad.dtype());
     let tensors: Vec<&Tensor> =
         [x.as_ref(), Some(&grad), dx.as_ref()].into_iter().flatten().collect();
-    let packed = call.width(device, storage, &tensors).is_none();
-    if packed {
-        x = x.map(|x| widened(call.operator, &x)).transpose()?;
-        grad = widened(call.operator, &grad)?;
-        dx_there = dx.as_ref().map(|dx| device.empty(DType::F32, dx.shape())).transpose()?;
-    }
     let mut partials = Vec::new();
-    for (first, len) in call.parts() {
-        let x = x.as_ref().map(|x| x.narrow(1, first, len)).transpose()?;
-        let dx = dx_there.as_ref().map(|dx| dx.narrow(1, first, len)).transpose()?;
-        let grad = grad.narrow(1, first, len)?;
-        let gradients = Gradients { x: x.as_ref(), grad: &grad, dx: dx.as_ref(), dtheta };
-        partials.extend(backward_part(call, &prepared, first, gradients)?);
-    }
-    if let (true, Some(wide), Some(dx)) = (packed, &dx_there, &dx) {
-        narrow_into(call.operator, wide, dx)?;
+    let mut run = |[x, grad]: [Option<&Tensor>; 2], [dx]: [Option<&Tensor>; 1]| {
+        let Some(grad) = grad else { return Ok(()) };
+        let gradients = Gradients { x, grad, dx, dtheta };
+        partials = backward_parts(call, &prepared, gradients)?;
+        Ok(())
+    };
+    let (inputs, outputs) = ([x.as_ref(), Some(&grad)], [dx.as_ref()]);
+    if call.width(device, storage, &tensors).is_some() {
+        run(inputs, outputs)?;
+    } else {
+        through_f32(operator, inputs, outputs, run)?;
     }
     let Some(dtheta) = dtheta else { return Ok(()) };
+    let split = call.encoding.split;
+    let angle_sums = sum_of_parts(call, device, &partials)?;
     let len = dtheta.len();
-    let sums_of_parts = partials
-        .iter()
-        .map(|partial| {
-            let columns = angle_sums.len();
-            let sums = device.empty(DType::F32, &[columns])?;
-            let partial = partial.reshape(&[partial.len() / columns.max(1), columns])?;
-            sum_partials(call.operator, &partial, &sums)?;
-            Ok(sums)
-        })
-        .collect::<Result<Vec<_>>>()?;
-    let angle_sums = match sums_of_parts.as_slice() {
-        [only] => only.clone(),
-        parts => sum_of_parts(call.operator, device, parts, &angle_sums)?,
-    };
-    let gathered = device.empty(DType::F32, dtheta.shape())?;
-    let grid = Grid::of_units(call.operator, device, len, len)?;
-    launch!(
-        device,
-        gather,
-        grid,
-        buffer(&angle_sums, Storage::F32),
-        buffer(&gathered, Storage::F32),
-        split.count,
-        split.theta_columns,
-        split.per_axis,
-        len,
-        split.theta_columns == 1,
-    );
-    narrow_into(call.operator, &gathered, dtheta)
+    let grid = Grid::of_units(operator, device, len, len)?;
+    write_f32(operator, dtheta, |gathered| {
+        launch!(
+            device,
+            gather,
+            grid,
+            buffer(&angle_sums, Storage::F32),
+            buffer(gathered, Storage::F32),
+            split.count,
+            split.theta_columns,
+            split.per_axis,
+            len,
+            split.theta_columns == 1,
+        );
+        Ok(())
+    })
 }
 
-/// The sum of the parts' sums, in their order.
-fn sum_of_parts(
-    operator: &'static str,
-    device: &Device,
-    parts: &[Tensor],
-    total: &Tensor,
-) -> Result<Tensor> {
-    let columns = total.len();
-    let all = device.empty(DType::F32, &[parts.len().max(1), columns])?;
-    if parts.is_empty() {
-        let zeros = vec![0.0f32; columns];
-        return device.upload(fuselane::View::new(&zeros, &[columns])?);
+/// Writes dx, and returns the partial sums of the angles' gradients of each part.
+fn backward_parts(
+    call: &Call<'_>,
+    prepared: &Prepared,
+    gradients: Gradients<'_>,
+) -> Result<Vec<Tensor>> {
+    let Gradients { x, grad, dx, dtheta } = gradients;
+    let mut partials = Vec::new();
+    for (first, len) in call.parts() {
+        let x = x.map(|x| x.narrow(1, first, len)).transpose()?;
+        let dx = dx.map(|dx| dx.narrow(1, first, len)).transpose()?;
+        let grad = grad.narrow(1, first, len)?;
+        let gradients = Gradients { x: x.as_ref(), grad: &grad, dx: dx.as_ref(), dtheta };
+        partials.extend(backward_part(call, prepared, first, gradients)?);
     }
-    for (i, part) in parts.iter().enumerate() {
-        narrow_into(operator, part, &all.narrow(0, i, 1)?.reshape(&[columns])?)?;
+    Ok(partials)
+}
+
+/// The sums of the angles' gradients: over the blocks of each part, and over the parts, in their
+/// order.
+fn sum_of_parts(call: &Call<'_>, device: &Device, partials: &[Tensor]) -> Result<Tensor> {
+    let (operator, split) = (call.operator, call.encoding.split);
+    let columns = split.theta_heads * split.count;
+    let sum = |partials: &Tensor| {
+        let sums = device.empty(DType::F32, &[columns])?;
+        let rows = partials.len() / columns.max(1);
+        sum_partials(operator, &partials.reshape(&[rows, columns])?, &sums)?;
+        Ok(sums)
+    };
+    if let [only] = partials {
+        return sum(only);
     }
-    sum_partials(operator, &all, total)?;
-    Ok(total.clone())
+    let all = device.empty(DType::F32, &[partials.len(), columns])?;
+    for (i, part) in partials.iter().enumerate() {
+        narrow_into(operator, &sum(part)?, &all.narrow(0, i, 1)?.reshape(&[columns])?)?;
+    }
+    sum(&all)
 }
 
 /// Writes dx of a part, and returns the partial sums of the angles' gradients.
@@ -1559,7 +1658,7 @@ fn backward_part(
     let tensors: Vec<&Tensor> = [x, Some(grad), dx].into_iter().flatten().collect();
     let width = part_width(call, device, storage, &tensors)?;
     let (n, tokens) = (width.numbers, grad.shape()[1]);
-    let rows = tokens * call.encoding.heads;
+    let (batch, rows) = (call.encoding.batch, tokens * call.encoding.heads);
     let slots = call.slot_count(width);
     let numbers = largest([x, Some(grad), dx]);
     // Where x is not needed, something has to stand for it.
@@ -1570,16 +1669,18 @@ fn backward_part(
     let mut done = dx.is_none();
     if let (FusedAct::SoftmaxFeatures, Some(dx)) = (call.act, dx) {
         let form = call.form(prepared, storage, Activation::Rows);
-        // Two features and their gradients for each number of a slot.
-        let (team, kept) = team(device, slots, 4 * n);
+        // Two features, their gradients, a cosine and a sine for each number of a slot.
+        let (team, kept) = team(device, slots, 6 * n);
         if kept > 0 {
-            let grid = Grid::of_rows(operator, device, rows, team, numbers)?;
+            let chunk = call.chunk(rows * team.units as usize);
+            let all_rows = rows * batch.div_ceil(chunk);
+            let grid = Grid::of_rows(operator, device, all_rows, team, numbers)?;
             with_words!(storage, E => launch!(
                 device, encode_rows_backward::<E>, grid, width.words, n,
                 buffer(x_there, storage), buffer(grad, storage), buffer(dx, storage),
                 floats(theta), floats(sines), floats(coordinates),
                 place(x_there, width), place(grad, width), place(dx, width),
-                call.angle_place(prepared, first), call.sizes(width, tokens), kept, team, form,
+                call.angle_place(prepared, first), call.sizes(width, tokens, chunk), kept, team, form,
             ));
             done = true;
         }
@@ -1587,15 +1688,15 @@ fn backward_part(
     if done && dtheta.is_none() {
         return Ok(None);
     }
-    let (act, maxima, sums) = match call.act {
+    let (act, maxima, inverses) = match call.act {
         FusedAct::Elementwise(act) => (Activation::Elementwise(act), none(), none()),
         FusedAct::SoftmaxSequence => {
-            let (maxima, sums) = column_statistics(operator, x_there, 1)?;
-            (Activation::Columns, maxima, sums)
+            let (maxima, inverses) = column_statistics(operator, x_there, 1)?;
+            (Activation::Columns, maxima, inverses)
         }
         FusedAct::SoftmaxFeatures => {
-            let (maxima, sums) = statistics_of_rows(call, prepared, x_there)?;
-            (Activation::Rows, maxima, sums)
+            let (maxima, inverses) = statistics_of_rows(call, prepared, x_there)?;
+            (Activation::Rows, maxima, inverses)
         }
     };
     let form = call.form(prepared, storage, act);
@@ -1609,42 +1710,46 @@ fn backward_part(
             Activation::Rows => {
                 let dots = device.empty(DType::F32, &x_there.shape()[..3])?;
                 let (team, _) = team(device, slots, 1);
-                let grid = Grid::of_rows(operator, device, rows, team, numbers)?;
+                let chunk = call.chunk(rows * team.units as usize);
+                let all_rows = rows * batch.div_ceil(chunk);
+                let grid = Grid::of_rows(operator, device, all_rows, team, numbers)?;
                 with_words!(storage, E => launch!(
                     device, row_dots::<E>, grid, width.words, n, buffer(x_there, storage),
-                    buffer(grad, storage), floats(&dots), floats(&maxima), floats(&sums),
+                    buffer(grad, storage), floats(&dots), floats(&maxima), floats(&inverses),
                     floats(theta), floats(sines), floats(coordinates),
                     place(x_there, width), place(grad, width), call.angle_place(prepared, first),
-                    call.sizes(width, tokens), team, form,
+                    call.sizes(width, tokens, chunk), team, form,
                 ));
                 dots
             }
             Activation::Columns => {
-                let Encoding { batch, heads, features, .. } = call.encoding;
+                let Encoding { heads, features, .. } = call.encoding;
                 let columns = batch * heads * features;
                 let partials = device.empty(DType::F32, &[blocks, columns])?;
                 let units = batch * heads * slots * blocks;
                 let grid = Grid::of_units(operator, device, units, numbers.max(blocks * columns))?;
                 with_words!(storage, E => launch!(
                     device, column_dots::<E>, grid, width.words, n, buffer(x_there, storage),
-                    buffer(grad, storage), floats(&partials), floats(&maxima), floats(&sums),
+                    buffer(grad, storage), floats(&partials), floats(&maxima), floats(&inverses),
                     floats(theta), floats(sines), floats(coordinates),
                     place(x_there, width), place(grad, width), call.angle_place(prepared, first),
-                    call.sizes(width, tokens), blocks, per_block, form,
+                    call.sizes(width, tokens, batch), blocks, per_block, form,
                 ));
                 let dots = device.empty(DType::F32, &[columns])?;
                 sum_partials(operator, &partials, &dots)?;
                 dots
             }
         };
-        let grid = Grid::of_units(operator, device, rows * slots, numbers)?;
+        let chunk = call.chunk(rows * slots);
+        let units = rows * slots * batch.div_ceil(chunk);
+        let grid = Grid::of_units(operator, device, units, numbers)?;
         with_words!(storage, E => launch!(
             device, encode_backward::<E>, grid, width.words, n,
             buffer(x_there, storage), buffer(grad, storage), buffer(dx, storage),
-            floats(&maxima), floats(&sums), floats(&dots),
+            floats(&maxima), floats(&inverses), floats(&dots),
             floats(theta), floats(sines), floats(coordinates),
             place(x_there, width), place(grad, width), place(dx, width),
-            call.angle_place(prepared, first), call.sizes(width, tokens), form,
+            call.angle_place(prepared, first), call.sizes(width, tokens, chunk), form,
         ));
     }
     if dtheta.is_none() {
@@ -1656,10 +1761,10 @@ fn backward_part(
     let grid = Grid::of_units(operator, device, units, numbers)?;
     with_words!(storage, E => launch!(
         device, angle_gradients::<E>, grid, width.words, n, buffer(x_there, storage),
-        buffer(grad, storage), floats(&partials), floats(&maxima), floats(&sums),
+        buffer(grad, storage), floats(&partials), floats(&maxima), floats(&inverses),
         floats(theta), floats(sines), floats(coordinates),
         place(x_there, width), place(grad, width), call.angle_place(prepared, first),
-        call.sizes(width, tokens), blocks, per_block, form,
+        call.sizes(width, tokens, batch), blocks, per_block, form,
     ));
     Ok(Some(partials))
 }

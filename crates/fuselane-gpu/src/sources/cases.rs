@@ -5,7 +5,7 @@
 
 use fuselane::{
     Act, Cosine, DType, FusedAct, GatePosition, Normalize, Pairing, Partial, Positions, Result,
-    Rotate, Softmax, View,
+    Rotate, Softmax, View, WeightForm,
 };
 
 use super::{Class, Recording};
@@ -25,6 +25,22 @@ pub(super) fn all(recording: &mut Recording) -> Result<()> {
     normalize_cases(recording)?;
     rotate_cases(recording)?;
     cosine_cases(recording)
+}
+
+/// Records a call, with indices of 32 bits and, if `far`, of 64 bits too: for one dtype, as the
+/// indices are the same for all.
+fn call(
+    recording: &mut Recording,
+    class: &Class,
+    far: bool,
+    run: impl Fn(&Device) -> Result<()>,
+) -> Result<()> {
+    recording.call(class, &run)?;
+    if far && class.dtype == DType::F32 {
+        let options = format!("{}, 64-bit indices", class.options);
+        recording.call_far(&Class { options, ..class.clone() }, &run)?;
+    }
+    Ok(())
 }
 
 /// `class` with its sizes in words.
@@ -67,9 +83,11 @@ fn act_cases(recording: &mut Recording) -> Result<()> {
             let tensor = || device.empty(dtype, &[8, 16, 128])?.narrow(1, 0, 8)?.narrow(2, 0, 64);
             act::backward_into(Act::Silu, &tensor()?, &tensor()?, &mut tensor()?)
         };
-        recording.call(&gaps, with_gaps)?;
-        let far = class("act", dtype, &["silu", "gaps", "64-bit indices"], true);
-        recording.call_far(&far, with_gaps)?;
+        call(recording, &gaps, true, with_gaps)?;
+        call(recording, &class("act", dtype, &["silu"], true), true, |device| {
+            let [x, mut o, _] = tensors(device, dtype, true)?;
+            act::forward_into(Act::Silu, &x, &mut o)
+        })?;
     }
     Ok(())
 }
@@ -96,7 +114,8 @@ fn softmax_cases(recording: &mut Recording) -> Result<()> {
                     let masked = if zero_masked_rows { "masked" } else { "" };
                     let class = class("softmax", dtype, &[direction, log_word, masked, size], true);
                     let options = Softmax { dim, log, zero_masked_rows };
-                    recording.call(&Class { wide, ..class }, |device| {
+                    let far = !log && !zero_masked_rows && wide;
+                    call(recording, &Class { wide, ..class }, far, |device| {
                         let tensor = || device.empty(dtype, &shape);
                         let (x, grad, mut o) = (tensor()?, tensor()?, tensor()?);
                         match direction {
@@ -124,20 +143,19 @@ const TOKENS: usize = 64;
 /// The angles of a call.
 enum Given {
     Theta(Tensor),
-    Table(AngleTable),
+    Table(Box<AngleTable>),
 }
 
 impl Given {
-    /// For `columns` frequencies, the same for all heads.
-    fn new(device: &Device, columns: usize, table: bool) -> Result<Self> {
+    fn new(device: &Device, [rows, columns]: [usize; 2], table: bool) -> Result<Self> {
         if !table {
-            return Ok(Self::Theta(device.empty(DType::F32, &[1, columns])?));
+            return Ok(Self::Theta(device.empty(DType::F32, &[rows, columns])?));
         }
-        let (theta, shape) = (vec![0.5f32; columns], [1, columns]);
+        let (theta, shape) = (vec![0.5f32; rows * columns], [rows, columns]);
         let theta = View::new(&theta, &shape)?;
         let table =
             fuselane::AngleTable::for_sequence(theta, columns, 0..TOKENS as i64, DType::F32)?;
-        Ok(Self::Table(AngleTable::upload(device, &table)?))
+        Ok(Self::Table(Box::new(AngleTable::upload(device, &table)?)))
     }
 
     fn angles(&self) -> Angles<'_> {
@@ -156,50 +174,99 @@ impl Given {
     }
 }
 
+/// Options of an encoding, with what goes with them.
+struct Variant<O> {
+    words: &'static str,
+    options: O,
+    /// The shape of theta; with odd sizes, its columns are as many as there are angles, or one.
+    theta: [usize; 2],
+    /// Whether the angles are a table's.
+    table: bool,
+    /// Features, of which vectors divide all.
+    features: usize,
+    /// Whether it goes with odd sizes too.
+    odd: bool,
+    /// Whether indices of 64 bits are looked at as well.
+    far: bool,
+}
+
+impl<O: Copy> Variant<O> {
+    fn new(words: &'static str, options: O, columns: usize) -> Self {
+        let (theta, table, features, odd, far) = ([1, columns], false, 128, true, false);
+        Self { words, options, theta, table, features, odd, far }
+    }
+
+    /// Features and the shape of theta, with `angles` of them if sizes are odd.
+    fn sizes(&self, wide: bool, odd_features: usize, angles: usize) -> (usize, [usize; 2]) {
+        let [rows, columns] = self.theta;
+        match wide {
+            true => (self.features, self.theta),
+            false => (odd_features, [rows, columns.min(angles)]),
+        }
+    }
+}
+
+/// Heads of an encoded tensor.
+const HEADS: usize = 4;
+/// Features of a row that no registers hold.
+const LONG: usize = 16_384;
+
 fn rotate_cases(recording: &mut Recording) -> Result<()> {
-    let positions: Vec<i64> = (0..TOKENS as i64).collect();
+    let per_token: Vec<i64> = (0..TOKENS as i64).collect();
+    let per_batch: Vec<i64> = (0..2 * TOKENS as i64).collect();
     let plain = Rotate::default();
-    // Options, frequencies for 64 pairs, whether they are a table's, and whether they go with odd
-    // sizes.
+    let new = |words, options| Variant::new(words, options, 64);
+    let partial = Rotate { pairs: Some(16), ..plain };
+    let rotary = Rotate { partial: Partial::RotaryDim, ..partial };
+    let per_batch = Rotate { positions: Positions::PerBatch(&per_batch), ..plain };
+    let grid = Rotate { positions: Positions::Grid(&[8, 8]), ..plain };
     let mut variants = vec![
-        ("plain", plain, 64, false, true),
-        ("table", plain, 64, true, true),
-        ("interleaved", Rotate { pairing: Pairing::Interleaved, ..plain }, 64, false, true),
-        (
-            "positions",
-            Rotate { positions: Positions::PerToken(&positions), ..plain },
-            64,
-            false,
-            true,
-        ),
-        ("sequences", Rotate { sequences: Some(&[0, 16, TOKENS]), ..plain }, 64, false, true),
-        ("grid", Rotate { positions: Positions::Grid(&[8, 8]), ..plain }, 32, false, false),
-        ("partial", Rotate { pairs: Some(16), ..plain }, 16, false, false),
-        (
-            "rotary dim",
-            Rotate { pairs: Some(16), partial: Partial::RotaryDim, ..plain },
-            16,
-            false,
-            false,
-        ),
+        new("plain", plain),
+        Variant { table: true, ..new("table", plain) },
+        Variant { theta: [HEADS, 64], ..new("theta per head", plain) },
+        Variant { theta: [1, 1], ..new("one theta", plain) },
+        new("interleaved", Rotate { pairing: Pairing::Interleaved, ..plain }),
+        new("positions", Rotate { positions: Positions::PerToken(&per_token), ..plain }),
+        new("positions per batch", per_batch),
+        new("sequences", Rotate { sequences: Some(&[0, 16, TOKENS]), ..plain }),
+        Variant { theta: [1, 32], odd: false, ..new("grid", grid) },
+        Variant { theta: [1, 16], odd: false, ..new("partial", partial) },
+        Variant { theta: [1, 16], odd: false, ..new("rotary dim", rotary) },
     ];
     for (words, act) in FUSED {
-        variants.push((words, Rotate { act, ..plain }, 64, false, true));
+        variants.push(Variant { far: true, ..new(words, Rotate { act, ..plain }) });
     }
+    for (words, options) in [
+        ("softmax of features, positions per batch", per_batch),
+        ("softmax of features, partial", partial),
+    ] {
+        let options = Rotate { act: FusedAct::SoftmaxFeatures, ..options };
+        let theta = [1, options.pairs.unwrap_or(64)];
+        variants.push(Variant { theta, odd: false, ..new(words, options) });
+    }
+    let long = Rotate { act: FusedAct::SoftmaxFeatures, ..plain };
+    variants.push(Variant {
+        theta: [1, LONG / 2],
+        features: LONG,
+        odd: false,
+        far: true,
+        ..new("softmax of long rows", long)
+    });
     for dtype in DTYPES {
-        for (words, options, columns, table, odd) in &variants {
+        for variant in &variants {
+            let Variant { words, options, table, odd, far, .. } = variant;
             for wide in WIDE.into_iter().filter(|wide| *wide || *odd) {
-                let (features, columns) = if wide { (128, *columns) } else { (6, 3) };
-                let shape = [2, TOKENS, 4, features];
+                let (features, theta) = variant.sizes(wide, 6, 3);
+                let (shape, far) = ([2, TOKENS, HEADS, features], *far && wide);
                 let class = class("rotate", dtype, &["rotate", words], wide);
                 let has_act = options.act != FusedAct::default();
-                recording.call(&class, |device| {
-                    let given = Given::new(device, columns, *table)?;
+                call(recording, &class, far, |device| {
+                    let given = Given::new(device, theta, *table)?;
                     let (x, mut o) = (device.empty(dtype, &shape)?, device.empty(dtype, &shape)?);
                     rotate::forward_into(options, &x, given.angles(), &mut o)
                 })?;
-                recording.call(&class, |device| {
-                    let given = Given::new(device, columns, *table)?;
+                call(recording, &class, far, |device| {
+                    let given = Given::new(device, theta, *table)?;
                     let (x, grad) = (device.empty(dtype, &shape)?, device.empty(dtype, &shape)?);
                     let (mut dx, mut dtheta) = (device.empty(dtype, &shape)?, given.gradient()?);
                     let x = (has_act || dtheta.is_some()).then_some(&x);
@@ -215,31 +282,41 @@ fn rotate_cases(recording: &mut Recording) -> Result<()> {
 
 fn cosine_cases(recording: &mut Recording) -> Result<()> {
     let plain = Cosine::default();
-    // Options, axes of a grid, whether the angles are a table's, and whether they go with odd
-    // sizes.
+    let new = |words, options| Variant::new(words, options, 128);
+    let grid = Cosine { positions: Positions::Grid(&[8, 8]), ..plain };
     let mut variants = vec![
-        ("plain", plain, 1, false, true),
-        ("table", plain, 1, true, true),
-        ("grid", Cosine { positions: Positions::Grid(&[8, 8]), ..plain }, 2, false, false),
+        new("plain", plain),
+        Variant { table: true, ..new("table", plain) },
+        Variant { theta: [HEADS, 128], ..new("theta per head", plain) },
+        Variant { theta: [1, 64], odd: false, ..new("grid", grid) },
     ];
     for (words, act) in FUSED {
-        variants.push((words, Cosine { act, ..plain }, 1, false, true));
+        variants.push(Variant { far: true, ..new(words, Cosine { act, ..plain }) });
     }
+    let long = Cosine { act: FusedAct::SoftmaxFeatures, ..plain };
+    variants.push(Variant {
+        theta: [1, LONG],
+        features: LONG,
+        odd: false,
+        ..new("softmax of long rows", long)
+    });
     for dtype in DTYPES {
-        for (words, options, axes, table, odd) in &variants {
+        for variant in &variants {
+            let Variant { words, options, table, odd, far, .. } = variant;
             for wide in WIDE.into_iter().filter(|wide| *wide || *odd) {
-                let features = if wide { 128 } else { 5 };
-                let columns = features / axes;
-                let (shape, twice) = ([2, 4, TOKENS, features], [2, 4, TOKENS, 2 * features]);
+                let (features, theta) = variant.sizes(wide, 5, 5);
+                let shape = [2, HEADS, TOKENS, features];
+                let twice = [2, HEADS, TOKENS, 2 * features];
+                let far = *far && wide;
                 let class = class("cosine", dtype, &["cosine", words], wide);
                 let has_act = options.act != FusedAct::default();
-                recording.call(&class, |device| {
-                    let given = Given::new(device, columns, *table)?;
+                call(recording, &class, far, |device| {
+                    let given = Given::new(device, theta, *table)?;
                     let (x, mut o) = (device.empty(dtype, &shape)?, device.empty(dtype, &twice)?);
                     cosine::forward_into(options, &x, given.angles(), &mut o)
                 })?;
-                recording.call(&class, |device| {
-                    let given = Given::new(device, columns, *table)?;
+                call(recording, &class, far, |device| {
+                    let given = Given::new(device, theta, *table)?;
                     let (x, grad) = (device.empty(dtype, &shape)?, device.empty(dtype, &twice)?);
                     let (mut dx, mut dtheta) = (device.empty(dtype, &shape)?, given.gradient()?);
                     let x = (has_act || dtheta.is_some()).then_some(&x);
@@ -260,17 +337,28 @@ fn normalize_cases(recording: &mut Recording) -> Result<()> {
         weight: bool,
         bias: bool,
         residual: bool,
+        /// Whether the sum overwrites the residual, whose gradient is asked for too.
+        in_place: bool,
         gate: bool,
+        far: bool,
     }
     let plain = |words, options| {
-        let (weight, bias, residual, gate) = (true, false, false, false);
-        Variant { words, options, weight, bias, residual, gate }
+        let (weight, bias, residual, in_place, gate, far) =
+            (true, false, false, false, false, false);
+        Variant { words, options, weight, bias, residual, in_place, gate, far }
     };
     let gated =
         |gate_position, gate_act| Normalize { gate_position, gate_act, ..Normalize::rms_norm() };
     let layer = Normalize { gate_position: GatePosition::Post, ..Normalize::layer_norm() };
+    let one_plus = Normalize { weight_form: WeightForm::OnePlus, ..Normalize::rms_norm() };
     let variants = [
-        plain("rms", Normalize::rms_norm()),
+        Variant { far: true, ..plain("rms", Normalize::rms_norm()) },
+        plain("rms, one plus weight", one_plus),
+        Variant {
+            residual: true,
+            in_place: true,
+            ..plain("rms, residual in place", Normalize::rms_norm())
+        },
         Variant { weight: false, ..plain("srms", Normalize::srms_norm()) },
         Variant { bias: true, ..plain("layer", Normalize::layer_norm()) },
         Variant { residual: true, ..plain("rms, residual", Normalize::rms_norm()) },
@@ -279,7 +367,7 @@ fn normalize_cases(recording: &mut Recording) -> Result<()> {
             gate: true,
             ..plain("rms, silu gate after", gated(GatePosition::Post, Act::Silu))
         },
-        Variant { bias: true, residual: true, gate: true, ..plain("layer, all", layer) },
+        Variant { bias: true, residual: true, gate: true, far: true, ..plain("layer, all", layer) },
     ];
     // Rows that a part of a plane, a cube, and only a second reading can hold; and one in groups.
     const SIZES: [(&str, [usize; 2], usize, bool); 5] = [
@@ -292,23 +380,26 @@ fn normalize_cases(recording: &mut Recording) -> Result<()> {
     for dtype in DTYPES {
         for variant in &variants {
             for (size, shape, groups, wide) in SIZES {
-                let Variant { words, options, weight, bias, residual, gate } = *variant;
+                let Variant { words, options, weight, bias, residual, in_place, gate, far } =
+                    *variant;
+                let far = far && wide;
                 let options = Normalize { groups, ..options };
                 let tensors = |device: &Device, given: bool, shape: &[usize], dtype| {
                     given.then(|| device.empty(dtype, shape)).transpose()
                 };
                 let class = Class { wide, ..class("normalize", dtype, &[words, size], true) };
-                recording.call(&class, |device| {
+                call(recording, &class, far, |device| {
                     let like_x = |given| tensors(device, given, &shape, dtype);
                     let parameter = |given| tensors(device, given, &shape[1..], dtype);
                     let kept = |given| tensors(device, given, &[shape[0], groups], DType::F32);
                     let (x, mut o) = (device.empty(dtype, &shape)?, device.empty(dtype, &shape)?);
                     let (weight, bias, gate) =
                         (parameter(weight)?, parameter(bias)?, like_x(gate)?);
-                    let (added, mut sum) = (like_x(residual)?, like_x(residual)?);
+                    let (added, mut sum) = (like_x(residual && !in_place)?, like_x(residual)?);
                     let (mut rstd, mut mean) = (kept(true)?, kept(options.center)?);
                     let residual = match (&added, &mut sum) {
                         (Some(added), Some(sum)) => Residual::AddInto(added, sum),
+                        (None, Some(sum)) => Residual::AddInPlace(sum),
                         _ => Residual::None,
                     };
                     normalize::forward_into(
@@ -324,7 +415,7 @@ fn normalize_cases(recording: &mut Recording) -> Result<()> {
                         },
                     )
                 })?;
-                recording.call(&class, |device| {
+                call(recording, &class, far, |device| {
                     let like_x = |given| tensors(device, given, &shape, dtype);
                     let parameter = |given| tensors(device, given, &shape[1..], dtype);
                     let kept = |given| tensors(device, given, &[shape[0], groups], DType::F32);
@@ -334,6 +425,7 @@ fn normalize_cases(recording: &mut Recording) -> Result<()> {
                         (parameter(weight)?, parameter(bias)?, like_x(gate)?);
                     let (mean, arriving) = (kept(options.center)?, like_x(residual)?);
                     let (mut dx, mut dgate) = (like_x(true)?, like_x(gate)?);
+                    let mut dresidual = like_x(in_place)?;
                     let (mut dweight, mut dbias) = (parameter(weight)?, parameter(bias)?);
                     normalize::backward_into(
                         &options,
@@ -344,6 +436,7 @@ fn normalize_cases(recording: &mut Recording) -> Result<()> {
                             mean: mean.as_ref(),
                             grad_residual_out: arriving.as_ref(),
                             dx: dx.as_mut(),
+                            dresidual: dresidual.as_mut(),
                             dgate: dgate.as_mut(),
                             dweight: dweight.as_mut(),
                             dbias: dbias.as_mut(),

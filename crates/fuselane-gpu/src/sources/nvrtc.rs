@@ -51,8 +51,6 @@ pub struct Kernel {
     pub stack: u32,
     /// Bits of the widest load from global memory.
     pub widest_load: u32,
-    /// Bits of the widest store to global memory.
-    pub widest_store: u32,
 }
 
 type Program = *mut c_void;
@@ -209,7 +207,8 @@ impl Nvrtc {
     }
 }
 
-/// A line for each kernel: registers, spills and widest loads for each architecture.
+/// A line for each kernel: registers, spills, bytes of local memory for each thread, and widest loads,
+/// for each architecture.
 pub fn table(
     sources: &[Source],
     architectures: &[&str],
@@ -218,7 +217,7 @@ pub fn table(
     let mut lines = vec![["kernel-dtype-options", "cube", "shared"].map(str::to_owned).to_vec()];
     for name in architectures {
         lines[0].push(format!("{name}: registers"));
-        lines[0].extend(["spills", "load"].map(str::to_owned));
+        lines[0].extend(["spills", "local", "load"].map(str::to_owned));
     }
     for (source, results) in sources.iter().zip(results) {
         let [x, y, z] = source.cube;
@@ -229,9 +228,10 @@ pub fn table(
                 Ok(kernel) => line.extend([
                     kernel.registers.to_string(),
                     (kernel.spill_stores + kernel.spill_loads).to_string(),
+                    format!("{} bytes", kernel.stack),
                     format!("{} bits", kernel.widest_load),
                 ]),
-                Err(_) => line.extend(["failed", "", ""].map(str::to_owned)),
+                Err(_) => line.extend(["failed", "", "", ""].map(str::to_owned)),
             }
         }
         lines.push(line);
@@ -325,7 +325,6 @@ fn kernel(ptx: String, log: &str) -> Option<Kernel> {
         spill_loads: before(" bytes spill loads")?,
         stack: before(" bytes stack frame")?,
         widest_load: widest(&ptx, "ld.global"),
-        widest_store: widest(&ptx, "st.global"),
         ptx,
     })
 }

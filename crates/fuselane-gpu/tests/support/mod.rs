@@ -1,5 +1,7 @@
 //! What the tests share: the device that there is, in every way that it can be tuned.
 
+#![allow(dead_code, reason = "each test takes what it needs of this")]
+
 use fuselane_gpu::{Device, Tuning};
 
 /// The device.
