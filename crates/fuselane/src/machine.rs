@@ -7,12 +7,24 @@ use std::sync::OnceLock;
 /// Outputs at least this large are streamed past the caches.
 pub fn last_level_cache_bytes() -> usize {
     static BYTES: OnceLock<usize> = OnceLock::new();
-    *BYTES.get_or_init(|| {
-        let sizes = (0..8).filter_map(|i| {
-            let path = format!("/sys/devices/system/cpu/cpu0/cache/index{i}/size");
-            parse_size(std::fs::read_to_string(path).ok()?.trim())
-        });
-        sizes.max().unwrap_or(32 << 20)
+    *BYTES.get_or_init(|| caches().map(|(_, bytes)| bytes).max().unwrap_or(32 << 20))
+}
+
+/// The size of a core's second-level cache, as the system tells it; 1 MiB where it does not.
+pub fn second_level_cache_bytes() -> usize {
+    static BYTES: OnceLock<usize> = OnceLock::new();
+    *BYTES
+        .get_or_init(|| caches().find(|&(level, _)| level == 2).map_or(1 << 20, |(_, bytes)| bytes))
+}
+
+/// The level and the size of each cache of the first core.
+fn caches() -> impl Iterator<Item = (usize, usize)> {
+    (0..8).filter_map(|i| {
+        let of = |what: &str| {
+            let path = format!("/sys/devices/system/cpu/cpu0/cache/index{i}/{what}");
+            std::fs::read_to_string(path).ok()
+        };
+        Some((of("level")?.trim().parse().ok()?, parse_size(of("size")?.trim())?))
     })
 }
 
@@ -50,7 +62,8 @@ mod tests {
         assert_eq!(super::parse_size("49152K"), Some(48 << 20));
         assert_eq!(super::parse_size("2M"), Some(2 << 20));
         assert_eq!(super::parse_size("what"), None);
-        assert!(super::last_level_cache_bytes() >= 1 << 16);
+        assert!(super::last_level_cache_bytes() >= super::second_level_cache_bytes());
+        assert!(super::second_level_cache_bytes() >= 1 << 16);
         assert!(super::memory_bytes() >= 1 << 26);
     }
 }

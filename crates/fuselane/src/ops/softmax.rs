@@ -75,12 +75,11 @@ const CHUNK_ROWS: usize = 32;
 /// The most rows that are worked on at once, and the most elements in them.
 const BATCH: usize = 16;
 const BATCH_ELEMENTS: usize = 2048;
-/// Bytes of a column tile that stay in the second-level cache between its two readings.
-const TILE_BYTES: usize = 1 << 17;
-/// The most bytes of a column tile's exponentials that are kept between its two readings.
-const KEPT_TILE: usize = 1 << 18;
-/// The most bytes in a row of a column tile; the least are a cache line.
+/// The most bytes in a row of a column tile, and the least: shorter ones cost more than what a tile
+/// that leaves the second-level cache does. (At 8,192 rows, tiles of 64 bytes took half as long
+/// again forward.) Only for want of tasks they are as short as a cache line.
 const TILE_ROW: usize = 512;
+const LEAST_ROW: usize = 256;
 const LINE: usize = 64;
 /// The most that elements may be off 0 for their exponentials to be taken as they are: sums of
 /// many, and their inverses, then stay well within f32.
@@ -312,7 +311,7 @@ impl<'a, const I: usize> Checked<'a, I> {
         }
         let rows = rows.widened(dim);
         let outer = rows.count() / n.max(1);
-        let width = tile_width(n, rows.input_len(0), outer, rows.dtype().size());
+        let width = tile_width(n, rows.input_len(0), outer, rows.dtype().size(), I);
         Along { rows: rows.columns(dim, width), n, width, columns: true }
     }
 }
@@ -365,15 +364,19 @@ struct Task<'r, const I: usize> {
     stream: bool,
 }
 
-/// The columns in a tile, for `outer` tensors of `n` rows: few enough for the cache and for every
-/// thread to have some tiles. No result depends on it.
-fn tile_width(n: usize, columns: usize, outer: usize, size: usize) -> usize {
+/// The columns in a tile, for `outer` tensors of `n` rows of elements of `size` bytes: few enough for
+/// the tile to stay in the second-level cache between its two readings, unless its rows would be too
+/// short to read well, and for every thread to have some tiles. No result depends on it.
+fn tile_width(n: usize, columns: usize, outer: usize, size: usize, inputs: usize) -> usize {
     let tasks = 4 * crate::parallel::current_threads();
+    // Half of a cache: the other half is for what is asked for ahead, and for others. (Of 1 MiB, an
+    // eighth took a fifth longer forward and a third longer backward.)
+    let most = crate::machine::second_level_cache_bytes() / 2;
     let mut width = TILE_ROW / size;
-    while width * size > LINE
-        && (n.saturating_mul(width * size) > TILE_BYTES
-            || outer.saturating_mul(columns.div_ceil(width)) < tasks)
-    {
+    while width * size > LEAST_ROW && n.saturating_mul(inputs * width * size) > most {
+        width /= 2;
+    }
+    while width * size > LINE && outer.saturating_mul(columns.div_ceil(width)) < tasks {
         width /= 2;
     }
     width
@@ -452,6 +455,41 @@ macro_rules! steps {
             $(let $a = &$a[done..];)*
             $(let $m = &mut $m[done..];)*
             blocks!($L in 0..len - done, ($i, $WHOLE) => $body);
+        }
+    }};
+}
+
+/// Blocks that are written together.
+const BLOCKS: usize = STEP / MAX_LANES;
+
+/// As [`steps`], for a loop that gives a block for each of `$row`: rounds it by
+/// [`Memory::nearest`] and writes it.
+macro_rules! write_steps {
+    ($L:ident, $T:ident to $row:ident, [$($a:ident),*], $stream:expr, ($i:ident, $WHOLE:ident) => $value:expr) => {{
+        let (len, stream): (usize, bool) = ($row.len(), $stream);
+        for k in 0..len / STEP {
+            $(let $a = &$a.as_chunks::<STEP>().0[k];)*
+            let row = &mut $row.as_chunks_mut::<STEP>().0[k];
+            for start in (0..STEP).step_by(BLOCKS * $L::N) {
+                const $WHOLE: bool = true;
+                let zero = $L::splat(Real::of(0.0));
+                let mut blocks = [<$L as Memory<$T>>::pack(zero); BLOCKS];
+                for b in 0..BLOCKS {
+                    let $i = start + b * $L::N;
+                    let value: $L = $value;
+                    blocks[b] = <$L as Memory<$T>>::pack_exact(<$L as Memory<$T>>::nearest(value));
+                }
+                <$L as Memory<$T>>::write_packed(blocks, row, start, stream);
+            }
+        }
+        let done = len / STEP * STEP;
+        if done < len {
+            $(let $a = &$a[done..];)*
+            let row = &mut $row[done..];
+            blocks!($L in 0..len - done, ($i, $WHOLE) => {
+                let value: $L = $value;
+                write_nearest::<$L, $T, $WHOLE>(value, row, $i, stream);
+            });
         }
     }};
 }
@@ -573,9 +611,25 @@ where
     fn run(self) -> bool {
         let Self { x, rows, scratch, room, sums, .. } = self;
         let (zero, whole) = (L::splat(Real::of(0.0)), x.len() / L::N * L::N);
-        let mut noted = zero;
+        let (mut noted, ahead) = (zero, x.ahead());
+        if whole <= CHUNK * L::N {
+            let mut lanes = [zero; BATCH];
+            for (r, sum) in lanes[..rows].iter_mut().enumerate() {
+                let (x, exps) = (&x.row(r)[..whole], &mut scratch[r * room..][..whole]);
+                let mut total = zero;
+                steps!(L in x.len(), [x], [exps], (i, _WHOLE) => {
+                    L::prefetch(x.as_ptr().wrapping_add(i).wrapping_byte_offset(ahead));
+                    let e = L::read_whole(x, i).exp_for_store::<true>();
+                    noted = L::note(x, i, noted);
+                    e.set(exps, i);
+                    total = total.add(e);
+                });
+                *sum = total;
+            }
+            store_sums(&lanes, &mut sums[..rows]);
+            return L::is_far(noted, NEAR);
+        }
         for (r, total) in sums[..rows].iter_mut().enumerate() {
-            let ahead = x.ahead();
             let (x, exps) = (&x.row(r)[..whole], &mut scratch[r * room..][..whole]);
             *total = 0.0;
             for (x, exps) in x.chunks(CHUNK * L::N).zip(exps.chunks_mut(CHUNK * L::N)) {
@@ -591,6 +645,16 @@ where
             }
         }
         L::is_far(noted, NEAR)
+    }
+}
+
+/// The sums of all lanes of each row's sum, for rows of one chunk.
+#[inline(always)]
+fn store_sums<L: Lanes>(lanes: &[L; BATCH], sums: &mut [f64]) {
+    let mut reduced = [Real::of(0.0); BATCH];
+    L::reduce_add_each(lanes, &mut reduced);
+    for (sum, lanes) in sums.iter_mut().zip(reduced) {
+        *sum = lanes.to_f64();
     }
 }
 
@@ -670,9 +734,7 @@ where
         let Self { scratch, room, scales, o, rows, stream, .. } = self;
         for (r, &scale) in scales[..rows].iter().enumerate() {
             let (row, exps, scale) = (o.row(r), &scratch[r * room..][..room], L::splat(scale));
-            steps!(L in row.len(), [exps], [row], (i, WHOLE) => {
-                write_nearest::<L, T, WHOLE>(L::get(exps, i).mul(scale), row, i, stream);
-            });
+            write_steps!(L, T to row, [exps], stream, (i, _WHOLE) => L::get(exps, i).mul(scale));
         }
     }
 }
@@ -789,25 +851,34 @@ where
 
 /// The sum of the products of two rows; asks for what lies `ahead` of them, in bytes.
 #[inline(always)]
-fn row_dot<L, T>(x: &[T], y: &[T], ahead: (isize, isize)) -> T::Real
+fn row_dot<L, T>(x: &[T], y: &[T], ahead: isize) -> T::Real
 where
     T: Element,
     L: Lanes<Real = T::Real> + Memory<T>,
 {
     let mut total = 0.0;
     for start in (0..x.len()).step_by(CHUNK * L::N) {
-        let mut sum = L::splat(Real::of(0.0));
         let end = x.len().min(start + CHUNK * L::N);
-        let (x, y) = (&x[start..end], &y[start..end]);
-        steps!(L in x.len(), [x, y], [], (i, WHOLE) => {
-            L::prefetch(x.as_ptr().wrapping_add(i).wrapping_byte_offset(ahead.0));
-            L::prefetch(y.as_ptr().wrapping_add(i).wrapping_byte_offset(ahead.1));
-            let x: L = read::<L, T, WHOLE>(x, i, Real::of(0.0));
-            sum = x.mul_add(read::<L, T, WHOLE>(y, i, Real::of(0.0)), sum);
-        });
+        let sum: L = chunk_dot::<L, T>(&x[start..end], &y[start..end], ahead);
         total += sum.reduce_add().to_f64();
     }
     Real::of(total)
+}
+
+/// [`row_dot`] of at most [`CHUNK`] blocks, by lanes.
+#[inline(always)]
+fn chunk_dot<L, T>(x: &[T], y: &[T], ahead: isize) -> L
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    let mut sum = L::splat(Real::of(0.0));
+    steps!(L in x.len(), [x, y], [], (i, WHOLE) => {
+        L::prefetch(x.as_ptr().wrapping_add(i).wrapping_byte_offset(ahead));
+        let x: L = read::<L, T, WHOLE>(x, i, Real::of(0.0));
+        sum = x.mul_add(read::<L, T, WHOLE>(y, i, Real::of(0.0)), sum);
+    });
+    sum
 }
 
 /// The sum of the products of [`exps`] and a row.
@@ -890,8 +961,15 @@ where
     #[inline(always)]
     fn run(self) {
         let Self { o, grad, rows, totals, .. } = self;
+        let ahead = o.ahead();
+        if !LOG && o.len() <= CHUNK * L::N {
+            let mut lanes = [L::splat(Real::of(0.0)); BATCH];
+            for (r, sum) in lanes[..rows].iter_mut().enumerate() {
+                *sum = chunk_dot::<L, T>(o.row(r), grad.row(r), ahead);
+            }
+            return L::reduce_add_each(&lanes, totals);
+        }
         for (r, total) in totals[..rows].iter_mut().enumerate() {
-            let ahead = (o.ahead(), grad.ahead());
             let (o, grad) = (o.row(r), grad.row(r));
             *total = if LOG { row_sum::<L, T>(grad) } else { row_dot::<L, T>(o, grad, ahead) };
         }
@@ -920,6 +998,8 @@ where
     fn run(self) {
         let Self { o, grad, dx, rows, totals, options: (zero_masked, stream), .. } = self;
         let zero = Real::of(0.0);
+        // The other pass asks for the outputs: so both keep the memory busy.
+        let ahead = grad.ahead();
         for (r, &total) in totals[..rows].iter().enumerate() {
             let (o, grad, dx) = (o.row(r), grad.row(r), dx.row(r));
             if LOG && zero_masked && is_masked::<L, T>(o) {
@@ -927,16 +1007,14 @@ where
                 continue;
             }
             let total = L::splat(total);
-            steps!(L in o.len(), [o, grad], [dx], (i, WHOLE) => {
+            write_steps!(L, T to dx, [o, grad], stream, (i, WHOLE) => {
+                L::prefetch(grad.as_ptr().wrapping_add(i).wrapping_byte_offset(ahead));
                 let o: L = read::<L, T, WHOLE>(o, i, zero);
                 let grad = read::<L, T, WHOLE>(grad, i, zero);
                 let o = if LOG { o.exp() } else { o };
-                let mut result = pull_back::<L, LOG>(o, grad, total);
-                if !LOG && zero_masked {
-                    // A masked row is all zeros, and so is its gradient, whatever arrives.
-                    result = zero_where_zero(o, result);
-                }
-                write_nearest::<L, T, WHOLE>(result, dx, i, stream);
+                let result = pull_back::<L, LOG>(o, grad, total);
+                // A masked row is all zeros, and so is its gradient, whatever arrives.
+                if !LOG && zero_masked { zero_where_zero(o, result) } else { result }
             });
         }
     }
@@ -1136,30 +1214,74 @@ where
         lost.fill(Real::of(0.0));
         for start in (0..rows).step_by(CHUNK_ROWS) {
             let chunk = start..rows.min(start + CHUNK_ROWS);
-            blocks!(L in 0..grad.len(), (i, WHOLE) => {
-                let mut sum = L::splat(Real::of(0.0));
-                for r in chunk.clone() {
-                    let (o_row, grad_row) = (o.row(r), grad.row(r));
-                    for (row, step) in [(o_row, o.step()), (grad_row, grad.step())] {
-                        let ahead = CHUNK_ROWS as isize * step;
-                        L::prefetch(row.as_ptr().wrapping_add(i).wrapping_byte_offset(ahead));
+            let whole = grad.len() / L::N * L::N;
+            let mut i = 0;
+            // Four blocks of each row at once, as long as there are four.
+            macro_rules! add {
+                ($blocks:literal, $whole:literal) => {{
+                    let found =
+                        chunk_totals::<L, T, LOG, $whole, $blocks>(o, grad, chunk.clone(), i);
+                    for (b, sum) in found.into_iter().enumerate() {
+                        let i = i + b * L::N;
+                        let total = Compensated { sum: L::get(totals, i), lost: L::get(lost, i) };
+                        let total = total.add(sum);
+                        total.sum.set(totals, i);
+                        total.lost.set(lost, i);
                     }
-                    let grad = read::<L, T, WHOLE>(grad_row, i, Real::of(0.0));
-                    sum = if LOG {
-                        sum.add(grad)
-                    } else {
-                        read::<L, T, WHOLE>(o_row, i, Real::of(0.0)).mul_add(grad, sum)
-                    };
-                }
-                let total = Compensated { sum: L::get(totals, i), lost: L::get(lost, i) }.add(sum);
-                total.sum.set(totals, i);
-                total.lost.set(lost, i);
-            });
+                    i += $blocks * L::N;
+                }};
+            }
+            while i + 4 * L::N <= whole {
+                add!(4, true);
+            }
+            while i < whole {
+                add!(1, true);
+            }
+            if i < grad.len() {
+                add!(1, false);
+            }
+            debug_assert!(i >= grad.len());
         }
         for i in (0..totals.len()).step_by(L::N) {
             Compensated { sum: L::get(totals, i), lost: L::get(lost, i) }.value().set(totals, i);
         }
     }
+}
+
+/// The sums of [`ColumnTotals`] over some rows, of `K` blocks of columns from `i` on.
+#[inline(always)]
+fn chunk_totals<L, T, const LOG: bool, const WHOLE: bool, const K: usize>(
+    o: &Run<'_, T>,
+    grad: &Run<'_, T>,
+    chunk: Range<usize>,
+    i: usize,
+) -> [L; K]
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    let zero = Real::of(0.0);
+    let mut sums = [L::splat(zero); K];
+    for r in chunk {
+        let (o_row, grad_row) = (o.row(r), grad.row(r));
+        for (row, step) in [(o_row, o.step()), (grad_row, grad.step())] {
+            let ahead = row.as_ptr().wrapping_add(i);
+            let ahead = ahead.wrapping_byte_offset(CHUNK_ROWS as isize * step).cast::<u8>();
+            for line in (0..K * L::N * size_of::<T>()).step_by(LINE) {
+                L::prefetch(ahead.wrapping_add(line));
+            }
+        }
+        for b in 0..K {
+            let i = i + b * L::N;
+            let grad = read::<L, T, WHOLE>(grad_row, i, zero);
+            sums[b] = if LOG {
+                sums[b].add(grad)
+            } else {
+                read::<L, T, WHOLE>(o_row, i, zero).mul_add(grad, sums[b])
+            };
+        }
+    }
+    sums
 }
 
 /// For each column, 0 if it is nothing but minus infinity, else 1.
@@ -1190,8 +1312,6 @@ struct ShortColumnSums<'a, 'r, L, T: Element, const PART: u8> {
     x: &'a Run<'r, T>,
     rows: usize,
     shifts: &'a [T::Real],
-    /// The exponentials of each row, if they are to be kept.
-    kept: &'a mut [T::Real],
     sums: &'a mut [T::Real],
     /// What rounding has lost of the sums.
     lost: &'a mut [T::Real],
@@ -1206,50 +1326,88 @@ where
     type Output = bool;
     #[inline(always)]
     fn run(self) -> bool {
-        let Self { x, rows, shifts, kept, sums, lost, .. } = self;
-        let (zero, width) = (L::splat(Real::of(0.0)), sums.len());
+        let Self { x, rows, shifts, sums, lost, .. } = self;
+        let zero = L::splat(Real::of(0.0));
         let whole = x.len() / L::N * L::N;
         let columns = match PART {
             WHOLE_BLOCKS => 0..whole,
             ROW_END => whole..x.len(),
             _ => 0..x.len(),
         };
-        let (ahead, mut noted) = (CHUNK_ROWS as isize * x.step(), zero);
+        let mut noted = zero;
         for start in (0..rows).step_by(CHUNK_ROWS) {
             let chunk = start..rows.min(start + CHUNK_ROWS);
-            for i in columns.clone().step_by(L::N) {
-                let mut sum = zero;
-                for r in chunk.clone() {
-                    let row = x.row(r);
-                    L::prefetch(row.as_ptr().wrapping_add(i).wrapping_byte_offset(ahead));
-                    let e = if PART == WHOLE_BLOCKS {
-                        let x: L = L::read_whole(row, i);
-                        noted = L::note(row, i, noted);
-                        x.exp_for_store::<true>()
-                    } else if PART == ROW_END {
-                        noted = L::note(row, i, noted);
-                        L::read(row, i, Real::of(0.0)).exp_for_store::<false>()
-                    } else {
-                        let x: L = L::read(row, i, Real::of(0.0));
-                        x.sub(L::get(shifts, i)).exp_for_store::<false>()
-                    };
-                    if !kept.is_empty() {
-                        e.set(kept, r * width + i);
+            let mut i = columns.start;
+            // Two blocks of each row at once, as long as there are two.
+            macro_rules! add {
+                ($blocks:literal) => {{
+                    let rows = ChunkOfRows { x, shifts, chunk: chunk.clone() };
+                    let (found, seen) = rows.sums::<L, PART, $blocks>(i, noted);
+                    noted = seen;
+                    for (b, sum) in found.into_iter().enumerate() {
+                        let i = i + b * L::N;
+                        let mut total = Compensated { sum, lost: zero };
+                        if start > 0 {
+                            let so_far =
+                                Compensated { sum: L::get(sums, i), lost: L::get(lost, i) };
+                            total = so_far.add(sum);
+                        }
+                        total.sum.set(sums, i);
+                        total.lost.set(lost, i);
                     }
-                    sum = sum.add(e);
-                }
-                let mut total = Compensated { sum, lost: zero };
-                if start > 0 {
-                    total = Compensated { sum: L::get(sums, i), lost: L::get(lost, i) }.add(sum);
-                }
-                total.sum.set(sums, i);
-                total.lost.set(lost, i);
+                    i += $blocks * L::N;
+                }};
+            }
+            while PART == WHOLE_BLOCKS && i + 2 * L::N <= columns.end {
+                add!(2);
+            }
+            while i < columns.end {
+                add!(1);
             }
         }
         for i in columns.step_by(L::N) {
             Compensated { sum: L::get(sums, i), lost: L::get(lost, i) }.value().set(sums, i);
         }
         L::is_far(noted, NEAR)
+    }
+}
+
+/// A few rows of what [`ShortColumnSums`] works on.
+struct ChunkOfRows<'a, 'r, T: Element> {
+    x: &'a Run<'r, T>,
+    shifts: &'a [T::Real],
+    chunk: Range<usize>,
+}
+
+impl<T: Element> ChunkOfRows<'_, '_, T> {
+    /// The sums of the exponentials of `K` blocks of columns from `i` on, and `noted` with them.
+    #[inline(always)]
+    fn sums<L, const PART: u8, const K: usize>(&self, i: usize, mut noted: L) -> ([L; K], L)
+    where
+        L: Math + Lanes<Real = T::Real> + Memory<T>,
+    {
+        let mut sums = [L::splat(Real::of(0.0)); K];
+        let ahead = CHUNK_ROWS as isize * self.x.step();
+        for r in self.chunk.clone() {
+            let row = self.x.row(r);
+            L::prefetch(row.as_ptr().wrapping_add(i).wrapping_byte_offset(ahead));
+            for b in 0..K {
+                let i = i + b * L::N;
+                let e = if PART == WHOLE_BLOCKS {
+                    let x: L = L::read_whole(row, i);
+                    noted = L::note(row, i, noted);
+                    x.exp_for_store::<true>()
+                } else if PART == ROW_END {
+                    noted = L::note(row, i, noted);
+                    L::read(row, i, Real::of(0.0)).exp_for_store::<false>()
+                } else {
+                    let x: L = L::read(row, i, Real::of(0.0));
+                    x.sub(L::get(self.shifts, i)).exp_for_store::<false>()
+                };
+                sums[b] = sums[b].add(e);
+            }
+        }
+        (sums, noted)
     }
 }
 
@@ -1297,7 +1455,6 @@ struct ScaleColumns<'a, 'r, L, T: Element> {
     o: &'a mut RunMut<'r, T>,
     rows: usize,
     shifts: Option<&'a [T::Real]>,
-    kept: &'a [T::Real],
     scales: &'a [T::Real],
     stream: bool,
     lanes: PhantomData<L>,
@@ -1311,25 +1468,20 @@ where
     type Output = ();
     #[inline(always)]
     fn run(self) {
-        let Self { x, o, rows, shifts, kept, scales, stream, .. } = self;
+        let Self { x, o, rows, shifts, scales, stream, .. } = self;
         for r in 0..rows {
             let (x, o) = (x.row(r), o.row(r));
-            if let Some(kept) = kept.get(r * scales.len()..).filter(|kept| !kept.is_empty()) {
-                steps!(L in o.len(), [kept, scales], [o], (i, WHOLE) => {
-                    let result = L::get(kept, i).mul(L::get(scales, i));
-                    write_nearest::<L, T, WHOLE>(result, o, i, stream);
-                });
-            } else if let Some(shifts) = shifts {
+            if let Some(shifts) = shifts {
                 for i in (0..x.len()).step_by(L::N) {
                     let x: L = L::read(x, i, Real::of(0.0)).sub(L::get(shifts, i));
                     let result = x.exp_for_store::<false>().mul(L::get(scales, i));
                     write_nearest::<L, T, false>(result, o, i, stream);
                 }
             } else {
-                steps!(L in o.len(), [x, scales], [o], (i, WHOLE) => {
+                write_steps!(L, T to o, [x, scales], stream, (i, WHOLE) => {
                     let x: L = read::<L, T, WHOLE>(x, i, Real::of(0.0));
                     let e = if WHOLE { x.exp_for_store::<true>() } else { x.exp_for_store::<false>() };
-                    write_nearest::<L, T, WHOLE>(e.mul(L::get(scales, i)), o, i, stream);
+                    e.mul(L::get(scales, i))
                 });
             }
         }
@@ -1344,23 +1496,19 @@ where
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
     let room = task.width.next_multiple_of(L::N);
-    let keeps = task.n * room * size_of::<T::Real>() <= KEPT_TILE;
     let mut scratch = [room; 3].map(Scratch::<T::Real>::new);
     let [shifts, sums, lost] = &mut scratch;
-    let mut kept = Scratch::<T::Real>::new(if keeps { task.n * room } else { 0 });
     while let Some(runs) = task.part.next_run::<T>(task.n) {
         let ([x], [mut o], rows, stream) = (runs.inputs, runs.outputs, runs.rows, task.stream);
         let (x, o, lanes) = (&x, &mut o, PhantomData::<L>);
         let room = x.len().next_multiple_of(L::N);
         let (sums, lost) = (&mut sums[..room], &mut lost[..room]);
-        let kept = &mut kept[..if keeps { rows * room } else { 0 }];
         macro_rules! sums {
             ($part:ident, $shifts:expr) => {
                 L::enter(ShortColumnSums::<L, T, $part> {
                     x,
                     rows,
                     shifts: $shifts,
-                    kept,
                     sums,
                     lost,
                     lanes,
@@ -1375,8 +1523,8 @@ where
             shift = Some(&*shifts);
         }
         invert::<L>(sums, task.options.zero_masked_rows);
-        let (kept, scales) = (&*kept, &*sums);
-        L::enter(ScaleColumns { x, o, rows, shifts: shift, kept, scales, stream, lanes });
+        let scales = &*sums;
+        L::enter(ScaleColumns { x, o, rows, shifts: shift, scales, stream, lanes });
     }
 }
 
@@ -1486,15 +1634,12 @@ where
                 }
                 continue;
             }
-            steps!(L in o.len(), [o, grad, totals], [dx], (i, WHOLE) => {
+            write_steps!(L, T to dx, [o, grad, totals], stream, (i, WHOLE) => {
                 let o: L = read::<L, T, WHOLE>(o, i, zero);
                 let grad = read::<L, T, WHOLE>(grad, i, zero);
                 let o = if LOG { o.exp() } else { o };
-                let mut result = pull_back::<L, LOG>(o, grad, L::get(totals, i));
-                if zero_masked {
-                    result = zero_where_zero(o, result);
-                }
-                write_nearest::<L, T, WHOLE>(result, dx, i, stream);
+                let result = pull_back::<L, LOG>(o, grad, L::get(totals, i));
+                if zero_masked { zero_where_zero(o, result) } else { result }
             });
         }
     }

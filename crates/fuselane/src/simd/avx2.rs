@@ -159,6 +159,36 @@ impl<const SPLIT: bool, const STORED_BITS: u32> Lanes for Avx2<SPLIT, STORED_BIT
             _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
         })
     }
+    /// Eight blocks at once: the same additions in the same order, each for two, four or eight
+    /// blocks together.
+    #[inline(always)]
+    fn reduce_add_each(blocks: &[Self], sums: &mut [f32]) {
+        let (eights, rest) = blocks.as_chunks::<8>();
+        let (sums, rest_sums) = sums.split_at_mut(8 * eights.len());
+        for (blocks, sums) in eights.iter().zip(sums.as_chunks_mut::<8>().0) {
+            x86!({
+                let halves = |a: Self, b: Self| {
+                    let (a, b) = (_mm256_add_ps(a.0, a.1), _mm256_add_ps(b.0, b.1));
+                    let low = _mm256_permute2f128_ps::<0x20>(a, b);
+                    _mm256_add_ps(low, _mm256_permute2f128_ps::<0x31>(a, b))
+                };
+                let quarters = |a: __m256, b: __m256| {
+                    let low = _mm256_shuffle_ps::<0b01_00_01_00>(a, b);
+                    _mm256_add_ps(low, _mm256_shuffle_ps::<0b11_10_11_10>(a, b))
+                };
+                let [a, b, c, d, e, f, g, h] = *blocks;
+                // Each half of a register is about every other block.
+                let (four, other) =
+                    (quarters(halves(a, e), halves(b, f)), quarters(halves(c, g), halves(d, h)));
+                let low = _mm256_shuffle_ps::<0b10_00_10_00>(four, other);
+                let high = _mm256_shuffle_ps::<0b11_01_11_01>(four, other);
+                _mm256_storeu_ps(sums.as_mut_ptr(), _mm256_add_ps(low, high));
+            });
+        }
+        for (block, sum) in rest.iter().zip(rest_sums) {
+            *sum = block.reduce_add();
+        }
+    }
     #[inline(always)]
     fn reduce_max(self) -> f32 {
         let eight = Self(self.0, self.0).max_nan(Self(self.1, self.1)).0;
@@ -264,18 +294,21 @@ impl<const SPLIT: bool, const STORED_BITS: u32> Memory<f32> for Avx2<SPLIT, STOR
         let Self(a, b) = unsafe { Self::load_raw(p) };
         if SPLIT { split(a, b) } else { Self(a, b) }
     }
+    type Packed = Self;
     #[inline(always)]
-    unsafe fn store(self, p: *mut f32) {
-        let in_order = if SPLIT { merge(self.0, self.1) } else { self };
-        // SAFETY: the caller's promise.
-        unsafe { in_order.store_raw(p) }
+    fn pack(self) -> Self {
+        if SPLIT { merge(self.0, self.1) } else { self }
     }
     #[inline(always)]
-    unsafe fn stream(self, p: *mut f32) {
-        let Self(a, b) = if SPLIT { merge(self.0, self.1) } else { self };
+    unsafe fn put(packed: Self, p: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe { packed.store_raw(p) }
+    }
+    #[inline(always)]
+    unsafe fn put_past_caches(packed: Self, p: *mut f32) {
         x86!({
-            _mm256_stream_ps(p, a);
-            _mm256_stream_ps(p.add(8), b);
+            _mm256_stream_ps(p, packed.0);
+            _mm256_stream_ps(p.add(8), packed.1);
         })
     }
 }
@@ -353,13 +386,18 @@ impl Memory<f16> for Avx2ForF16 {
             Self(_mm256_cvtph_ps(_mm_loadu_si128(p)), _mm256_cvtph_ps(_mm_loadu_si128(p.add(1))))
         })
     }
+    type Packed = __m256i;
     #[inline(always)]
-    unsafe fn store(self, p: *mut f16) {
-        x86!(_mm256_storeu_si256(p.cast(), self.to_f16()))
+    fn pack(self) -> __m256i {
+        self.to_f16()
     }
     #[inline(always)]
-    unsafe fn stream(self, p: *mut f16) {
-        x86!(_mm256_stream_si256(p.cast(), self.to_f16()))
+    unsafe fn put(packed: __m256i, p: *mut f16) {
+        x86!(_mm256_storeu_si256(p.cast(), packed))
+    }
+    #[inline(always)]
+    unsafe fn put_past_caches(packed: __m256i, p: *mut f16) {
+        x86!(_mm256_stream_si256(p.cast(), packed))
     }
     #[inline(always)]
     fn note(row: &[f16], i: usize, so_far: Self) -> Self {
@@ -393,21 +431,22 @@ impl Memory<bf16> for Avx2ForBf16 {
             )
         })
     }
+    type Packed = __m256i;
     #[inline(always)]
-    unsafe fn store(self, p: *mut bf16) {
-        x86!(_mm256_storeu_si256(p.cast(), self.to_bf16()))
+    fn pack(self) -> __m256i {
+        self.to_bf16()
     }
     #[inline(always)]
-    unsafe fn stream(self, p: *mut bf16) {
-        x86!(_mm256_stream_si256(p.cast(), self.to_bf16()))
+    unsafe fn put(packed: __m256i, p: *mut bf16) {
+        x86!(_mm256_storeu_si256(p.cast(), packed))
     }
     #[inline(always)]
-    unsafe fn store_exact(self, p: *mut bf16) {
-        x86!(_mm256_storeu_si256(p.cast(), self.upper_halves()))
+    unsafe fn put_past_caches(packed: __m256i, p: *mut bf16) {
+        x86!(_mm256_stream_si256(p.cast(), packed))
     }
     #[inline(always)]
-    unsafe fn stream_exact(self, p: *mut bf16) {
-        x86!(_mm256_stream_si256(p.cast(), self.upper_halves()))
+    fn pack_exact(self) -> __m256i {
+        self.upper_halves()
     }
     /// Half a unit more, so that the upper halves are the rounded number. NaNs as in `to_bf16`.
     #[inline(always)]

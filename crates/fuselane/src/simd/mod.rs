@@ -83,6 +83,13 @@ pub(crate) trait Lanes: Copy {
     fn swap_pairs(self) -> Self;
     /// The sum of all lanes, in an order that depends on `N` only.
     fn reduce_add(self) -> Self::Real;
+    /// The sums of all lanes of each block, the same as [`Lanes::reduce_add`] gives.
+    #[inline(always)]
+    fn reduce_add_each(blocks: &[Self], sums: &mut [Self::Real]) {
+        for (block, sum) in blocks.iter().zip(sums) {
+            *sum = block.reduce_add();
+        }
+    }
     /// The largest lane; NaN if any lane is.
     fn reduce_max(self) -> Self::Real;
 
@@ -150,39 +157,39 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
     /// # Safety
     /// `p` points to `N` readable elements.
     unsafe fn load(p: *const T) -> Self;
+    /// A block as it is stored.
+    type Packed: Copy;
+    /// Rounds to nearest even.
+    fn pack(self) -> Self::Packed;
+    /// As [`Memory::pack`], for numbers that `T` has exactly, and for those of
+    /// [`Memory::nearest`].
+    #[inline(always)]
+    fn pack_exact(self) -> Self::Packed {
+        self.pack()
+    }
     /// # Safety
     /// `p` points to `N` writable elements.
-    unsafe fn store(self, p: *mut T);
+    unsafe fn put(packed: Self::Packed, p: *mut T);
     /// Stores past the caches; [`Lanes::fence`] has to follow before another thread reads.
     ///
     /// # Safety
     /// `p` points to `N` writable elements and is aligned to [`STREAM_ALIGN`] bytes.
     #[inline(always)]
-    unsafe fn stream(self, p: *mut T) {
-        // SAFETY: the caller's promise is stronger than what `store` asks for.
-        unsafe { self.store(p) }
+    unsafe fn put_past_caches(packed: Self::Packed, p: *mut T) {
+        // SAFETY: the caller's promise is stronger than what `put` asks for.
+        unsafe { Self::put(packed, p) }
     }
 
-    /// As [`Memory::store`], for numbers that `T` has exactly, and for those of
-    /// [`Memory::nearest`].
+    /// Rounds and stores.
     ///
     /// # Safety
-    /// As for [`Memory::store`].
-    #[inline(always)]
-    unsafe fn store_exact(self, p: *mut T) {
+    /// `p` points to `N` writable elements.
+    #[cfg(test)]
+    unsafe fn store(self, p: *mut T) {
         // SAFETY: the caller's promise.
-        unsafe { self.store(p) }
+        unsafe { Self::put(self.pack(), p) }
     }
-    /// As [`Memory::stream`], for the numbers of [`Memory::store_exact`].
-    ///
-    /// # Safety
-    /// As for [`Memory::stream`].
-    #[inline(always)]
-    unsafe fn stream_exact(self, p: *mut T) {
-        // SAFETY: the caller's promise.
-        unsafe { self.stream(p) }
-    }
-    /// Rounds to `T`, ties away from zero where that is cheaper, for [`Memory::write_exact`]. Meant
+    /// Rounds to `T`, ties away from zero where that is cheaper, for [`Memory::pack_exact`]. Meant
     /// for results that are themselves approximate, so that a tie is chance.
     #[inline(always)]
     fn nearest(self) -> Self {
@@ -221,51 +228,65 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
         unsafe { Self::load(row.as_ptr().add(i)) }
     }
 
+    /// Writes the blocks from `i` on of a row, which has to hold them; `stream` as for
+    /// [`Memory::write`]. Several at once share the look at the address.
+    #[inline(always)]
+    fn write_packed<const K: usize>(
+        blocks: [Self::Packed; K],
+        row: &mut [T],
+        i: usize,
+        stream: bool,
+    ) {
+        assert!(i + K * Self::N <= row.len());
+        // SAFETY: just checked; so is the alignment, as a block is a multiple of it.
+        unsafe {
+            let p = row.as_mut_ptr().add(i);
+            if streams(p, stream) && (Self::N * size_of::<T>()).is_multiple_of(STREAM_ALIGN) {
+                for (k, block) in blocks.into_iter().enumerate() {
+                    Self::put_past_caches(block, p.add(k * Self::N));
+                }
+            } else {
+                for (k, block) in blocks.into_iter().enumerate() {
+                    Self::put(block, p.add(k * Self::N));
+                }
+            }
+        }
+    }
+
     /// Writes the block at `i` of a row, which has to hold it; `stream` as for [`Memory::write`].
     #[inline(always)]
     fn write_whole(self, row: &mut [T], i: usize, stream: bool) {
-        assert!(i + Self::N <= row.len());
-        // SAFETY: just checked; so is the alignment.
-        unsafe {
-            let p = row.as_mut_ptr().add(i);
-            if streams(p, stream) { self.stream(p) } else { self.store(p) }
-        }
+        Self::write_packed([self.pack()], row, i, stream);
     }
 
-    /// As [`Memory::write_whole`], for the numbers of [`Memory::store_exact`].
+    /// As [`Memory::write_whole`], for the numbers of [`Memory::pack_exact`].
     #[inline(always)]
     fn write_exact_whole(self, row: &mut [T], i: usize, stream: bool) {
-        assert!(i + Self::N <= row.len());
-        // SAFETY: just checked; so is the alignment.
-        unsafe {
-            let p = row.as_mut_ptr().add(i);
-            if streams(p, stream) { self.stream_exact(p) } else { self.store_exact(p) }
-        }
+        Self::write_packed([self.pack_exact()], row, i, stream);
     }
 
-    /// As [`Memory::write`], for the numbers of [`Memory::store_exact`].
+    /// As [`Memory::write`], for the numbers of [`Memory::pack_exact`].
     #[inline(always)]
     fn write_exact(self, row: &mut [T], i: usize, stream: bool) {
-        if i + Self::N <= row.len() {
-            self.write_exact_whole(row, i, stream);
-        } else {
-            let mut block = [T::default(); MAX_LANES];
-            // SAFETY: a block holds `MAX_LANES >= N` elements.
-            unsafe { self.store_exact(block.as_mut_ptr()) };
-            write_row_end(&block, row, i);
-        }
+        Self::write_end(self.pack_exact(), row, i, stream);
     }
 
     /// Writes the block at `i` of a row, up to the row's end; past the caches if `stream` is set
     /// and the address allows it.
     #[inline(always)]
     fn write(self, row: &mut [T], i: usize, stream: bool) {
+        Self::write_end(self.pack(), row, i, stream);
+    }
+
+    /// As [`Memory::write`], of a block that is packed already.
+    #[inline(always)]
+    fn write_end(packed: Self::Packed, row: &mut [T], i: usize, stream: bool) {
         if i + Self::N <= row.len() {
-            self.write_whole(row, i, stream);
+            Self::write_packed([packed], row, i, stream);
         } else {
             let mut block = [T::default(); MAX_LANES];
             // SAFETY: a block holds `MAX_LANES >= N` elements.
-            unsafe { self.store(block.as_mut_ptr()) };
+            unsafe { Self::put(packed, block.as_mut_ptr()) };
             write_row_end(&block, row, i);
         }
     }

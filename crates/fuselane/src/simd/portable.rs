@@ -190,10 +190,15 @@ impl Memory<f32> for Portable {
         // SAFETY: the caller's promise.
         unsafe { Self::load_raw(p) }
     }
+    type Packed = Self;
     #[inline(always)]
-    unsafe fn store(self, p: *mut f32) {
+    fn pack(self) -> Self {
+        self
+    }
+    #[inline(always)]
+    unsafe fn put(packed: Self, p: *mut f32) {
         // SAFETY: the caller's promise.
-        unsafe { self.store_raw(p) }
+        unsafe { packed.store_raw(p) }
     }
 }
 
@@ -210,14 +215,19 @@ macro_rules! memory16 {
                 }
                 Self(out)
             }
+            type Packed = [$type; N];
             #[inline(always)]
-            unsafe fn store(self, p: *mut $type) {
+            fn pack(self) -> [$type; N] {
                 let mut block = [<$type>::ZERO; N];
                 for i in 0..N {
                     block[i] = $round(self.0[i]);
                 }
+                block
+            }
+            #[inline(always)]
+            unsafe fn put(packed: [$type; N], p: *mut $type) {
                 // SAFETY: the caller's promise; an array is aligned as one element.
-                unsafe { p.cast::<[$type; N]>().write(block) }
+                unsafe { p.cast::<[$type; N]>().write(packed) }
             }
         }
     };

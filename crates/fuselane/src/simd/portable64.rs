@@ -141,9 +141,14 @@ impl Memory<f64> for Portable64 {
         // SAFETY: the caller's promise.
         unsafe { Self::load_raw(p) }
     }
+    type Packed = Self;
     #[inline(always)]
-    unsafe fn store(self, p: *mut f64) {
+    fn pack(self) -> Self {
+        self
+    }
+    #[inline(always)]
+    unsafe fn put(packed: Self, p: *mut f64) {
         // SAFETY: the caller's promise.
-        unsafe { self.store_raw(p) }
+        unsafe { packed.store_raw(p) }
     }
 }
