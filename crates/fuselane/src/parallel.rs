@@ -130,7 +130,9 @@ fn spread(tasks: usize, work: impl Fn(usize) + Sync) {
 /// ```
 /// use std::sync::atomic::{AtomicUsize, Ordering};
 /// let sum = AtomicUsize::new(0);
-/// fuselane::for_each_task(5, |i| drop(sum.fetch_add(i, Ordering::Relaxed)));
+/// fuselane::for_each_task(5, |i| {
+///     sum.fetch_add(i, Ordering::Relaxed);
+/// });
 /// assert_eq!(sum.into_inner(), 10);
 /// ```
 pub fn for_each_task(tasks: usize, work: impl Fn(usize) + Sync) {

@@ -214,7 +214,9 @@ mod tests {
         for round in 0..2000 {
             let tasks = round % 37;
             let seen: Vec<AtomicU64> = (0..tasks).map(|_| AtomicU64::new(0)).collect();
-            team.run(4, tasks, &|i| drop(seen[i].fetch_add(1, Ordering::Relaxed)));
+            team.run(4, tasks, &|i| {
+                seen[i].fetch_add(1, Ordering::Relaxed);
+            });
             assert!(seen.iter().all(|n| n.load(Ordering::Relaxed) == 1), "{round}");
             if round % 100 == 0 {
                 thread::sleep(AWAKE * 2); // so that helpers fall asleep
@@ -253,7 +255,9 @@ mod tests {
             assert!(catch_unwind(AssertUnwindSafe(&mut call)).is_err());
         }
         let done = AtomicUsize::new(0);
-        team.run(3, 10, &|_| drop(done.fetch_add(1, Ordering::Relaxed)));
+        team.run(3, 10, &|_| {
+            done.fetch_add(1, Ordering::Relaxed);
+        });
         assert_eq!(done.into_inner(), 10);
     }
 

@@ -11,9 +11,9 @@
 //! pieces as well: one launch writes the statistics of each piece, the next one merges them and
 //! writes the result.
 //!
-//! Both are made of the same parts. [`walk`] goes over some vectors and gives their [`Sums`], lane
-//! by lane; those of units and pieces are merged in a fixed order; [`scales`] makes of them what
-//! [`result`] needs for each vector.
+//! Both are made of the same parts. `walk` goes over some vectors and gives their `Sums`, lane
+//! by lane; those of units and pieces are merged in a fixed order; `scales` makes of them what
+//! `result` needs for each vector.
 //!
 //! For operators that have a softmax over the sequence inside:
 //!
