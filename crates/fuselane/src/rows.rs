@@ -821,7 +821,10 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize> Part<
             return None;
         }
         let rank = self.rows.rank;
-        let index = self.index;
+        // SAFETY: `index` is that of a row within `range`, which this part owns, and the borrow of
+        // `self` keeps another row from being held at the same time. (It is taken before the index
+        // goes on, as a copy of the index would have to wait for what was written to it last.)
+        let row = unsafe { self.row_at(&self.index[..rank]) };
         self.at += 1;
         for d in (0..rank).rev() {
             self.index[d] += 1;
@@ -830,8 +833,7 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize> Part<
             }
             self.index[d] = 0;
         }
-        // SAFETY: `index` is that of a row within `range`, which this part owns.
-        Some(unsafe { self.row_at(&index[..rank]) })
+        Some(row)
     }
 
     /// Up to `most` rows from the current place on, as many as lie at equal distances (those of one
@@ -919,15 +921,15 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize> Part<
     }
 
     /// # Safety
-    /// `index` is that of a row that this part owns. The borrow of `self` keeps two rows from
-    /// being held at once.
-    unsafe fn row_at<T: Element>(&mut self, index: &[usize]) -> Row<'_, T, I, O, SI, SO> {
+    /// `index` is that of a row that this part owns. The caller sees to it that no row is held
+    /// twice at once, and none longer than a borrow of this part.
+    unsafe fn row_at<'s, T: Element>(&self, index: &[usize]) -> Row<'s, T, I, O, SI, SO> {
         let rows = self.rows;
         assert!(T::DTYPE == rows.dtype, "rows of {} taken as {}", rows.dtype, T::DTYPE);
         // SAFETY: each operand's view was checked, when it was made, to hold all elements that an
         // index reaches; `Rows::new` checked its dtype, that rows are contiguous, and that outputs
         // overlap nothing (and a `ViewMut` not itself), and this part is the only owner of the
-        // row. The slices live no longer than the borrow of the part.
+        // row, of which the caller promises the rest.
         unsafe {
             Row {
                 inputs: rows.inputs.each_ref().map(|o| slice::<T>(rows.place(o, index))),

@@ -33,9 +33,11 @@
 //!
 //! **Passes.** A row is read from memory once; later passes find it in the caches or, where p is
 //! more than x, find p as the first pass kept it. The values of the gate are kept from pass to pass
-//! too. Of a very long group both are found anew in each pass, chunk by chunk. A pass over a chunk is
-//! a function of its own, small enough that its sums and constants stay in registers; the usual
-//! calls have loops of their own, the others choose block by block.
+//! too; in usual calls the passes evaluate its short form themselves, and the general code takes
+//! over where an argument is too large for that. Of a very long group all is found anew in each
+//! pass, chunk by chunk. A pass over a chunk is a function of its own, small enough that its sums
+//! and constants stay in registers; the usual calls have loops of their own, the others choose
+//! block by block.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -446,6 +448,7 @@ impl Normalize {
         let with = ForwardWith {
             added,
             gate: self.gate_at(gate),
+            fused: None,
             center: self.center,
             bias: bias.is_some(),
         };
@@ -635,6 +638,7 @@ impl Normalize {
         let with = BackwardWith {
             residual: residual.is_some(),
             gate: self.gate_at(gate),
+            fused: None,
             center: self.center,
             grad_sum: grad_residual_out.is_some(),
             dx,
@@ -802,12 +806,6 @@ impl Chunk {
         if any { &row[self.start..][..self.len] } else { &[] }
     }
 
-    /// Where this part of the next group begins, for [`prefetch_next`].
-    #[inline(always)]
-    fn of_next<T>(self, row: &[T], any: bool) -> Option<*const T> {
-        if any { Some(row.as_ptr().wrapping_add(row.len() + self.start)) } else { None }
-    }
-
     /// [`Chunk::of`], to write.
     #[inline(always)]
     fn of_mut<T>(self, row: &mut [T], any: bool) -> &mut [T] {
@@ -834,34 +832,91 @@ impl Chunk {
     }
 }
 
-/// Runs `$body` for each block of a chunk of length `$len`: `$i` is its place, `$whole` whether the
-/// block is known to be whole, and `$sum` borrows the accumulators (two or four, so that one sum
-/// need not wait for the other) in turn.
+/// Runs `$body` for each block of a chunk of length `$len`: `$i` is its place in the operands,
+/// `$whole` whether it is known to be whole, and `$slot` a number for its use. There are several of
+/// these, which blocks take in turns: sums, of which one need not wait for the other; or results,
+/// which `$end` stores together.
+///
+/// Blocks go in steps, one for each slot. In a step, the operands that are read and written are slices
+/// of known length, which leaves no bound to check. Blocks behind the last step come one by one, and
+/// so do all blocks of short lanes.
 macro_rules! blocks {
-    ($L:ident in $len:expr, ($i:ident, $whole:ident) => $body:block) => {
-        blocks!($L in $len, ($i, $whole, _sum of [(), ()]) => $body)
+    ($L:ident in $len:expr, read [$($r:ident),*], write [$($w:ident),*],
+        ($i:ident, $whole:ident, $slot:ident of [$($slots:ident),*]) => $body:block) => {
+        blocks!(@steps $L in $len, read [$($r),*], write [$($w),*],
+            ($i, $whole, $slot of [$($slots),*]) => $body then {} rest at {
+                $(if at < $len {
+                    let ($i, $whole, $slot) = (at, false, &mut $slots);
+                    $body
+                    at += $L::N;
+                    if const { $L::N == MAX_LANES } {
+                        continue;
+                    }
+                })*
+            })
     };
-    ($L:ident in $len:expr, ($i:ident, $whole:ident, $sum:ident of [$($a:expr),*]) => $body:block) => {{
-        let len: usize = $len;
-        let step = $L::N * [$(stringify!($a)),*].len();
-        let mut at = 0;
-        while at + step <= len {
-            $({
-                let ($i, $whole, $sum) = (at, true, &mut $a);
-                $body
+    ($L:ident in $len:expr, read [$($r:ident),*], write [$($w:ident),*],
+        ($i:ident, $whole:ident, $slot:ident of [$first:ident $(, $more:ident)*]) => $body:block
+        then $end:block) => {
+        blocks!(@steps $L in $len, read [$($r),*], write [$($w),*],
+            ($i, $whole, $slot of [$first $(, $more)*]) => $body then { let $i = 0; $end } rest at {
+                let ($i, $whole) = (at, false);
+                {
+                    let $slot = &mut $first;
+                    $body
+                }
+                $end
                 at += $L::N;
-            })*
-        }
-        blocks!(@end $L, len, at, ($i, $whole, $sum of [$($a),*]) => $body);
-    }};
-    (@end $L:ident, $len:ident, $at:ident,
-        ($i:ident, $whole:ident, $sum:ident of [$a:expr $(, $more:expr)*]) => $body:block) => {
-        while $at < $len {
-            let ($i, $whole, $sum) = ($at, false, &mut $a);
-            $body
-            $at += $L::N;
-        }
+            })
     };
+    (@steps $L:ident in $len:expr, read [$($r:ident),*], write [$($w:ident),*],
+        ($i:ident, $whole:ident, $slot:ident of [$($slots:ident),*]) => $body:block then $end:block
+        rest $at:ident $rest:block) => {{
+        const STEP: usize = MAX_LANES * [$(stringify!($slots)),*].len();
+        let steps = if const { $L::N == MAX_LANES } { $len / STEP } else { 0 };
+        {
+            $(let $r = in_steps::<_, STEP>($r, steps);)*
+            $(let $w = in_steps_mut::<_, STEP>($w, steps);)*
+            for step in 0..steps {
+                $(let $r = step_of($r, step);)*
+                $(let $w = step_of_mut($w, step);)*
+                let (mut next, $whole) = (0, true);
+                $({
+                    let ($i, $slot) = (next, &mut $slots);
+                    $body
+                    next += MAX_LANES;
+                })*
+                let _ = next;
+                $end
+            }
+        }
+        let mut $at = steps * STEP;
+        while $at < $len $rest
+    }};
+}
+
+/// An operand in steps of known length; nothing, if it takes no part.
+#[inline(always)]
+fn in_steps<T, const STEP: usize>(row: &[T], steps: usize) -> &[[T; STEP]] {
+    if row.is_empty() { &[] } else { &row.as_chunks().0[..steps] }
+}
+
+/// [`in_steps`], to write.
+#[inline(always)]
+fn in_steps_mut<T, const STEP: usize>(row: &mut [T], steps: usize) -> &mut [[T; STEP]] {
+    if row.is_empty() { &mut [] } else { &mut row.as_chunks_mut().0[..steps] }
+}
+
+/// A step of an operand.
+#[inline(always)]
+fn step_of<T, const STEP: usize>(steps: &[[T; STEP]], step: usize) -> &[T] {
+    if steps.is_empty() { &[] } else { &steps[step] }
+}
+
+/// [`step_of`], to write.
+#[inline(always)]
+fn step_of_mut<T, const STEP: usize>(steps: &mut [[T; STEP]], step: usize) -> &mut [T] {
+    if steps.is_empty() { &mut [] } else { &mut steps[step] }
 }
 
 /// Chooses the loop of a task: that of a usual call, compiled by itself, or that of the others,
@@ -879,6 +934,8 @@ macro_rules! enter {
                 4 => enter!(@kind $L, 4, $Task $fields),
                 5 => enter!(@kind $L, 5, $Task $fields),
                 6 => enter!(@kind $L, 6, $Task $fields),
+                7 if const { $L::HAS_SHORT } => enter!(@kind $L, 7, $Task $fields),
+                8 if const { $L::HAS_SHORT } => enter!(@kind $L, 8, $Task $fields),
                 _ => enter!(@kind $L, { USUAL }, $Task $fields),
             }
         }
@@ -889,7 +946,7 @@ macro_rules! enter {
 }
 
 /// How many kinds of calls have loops of their own, forward and backward.
-const USUAL: usize = 7;
+const USUAL: usize = 9;
 
 /// The block at `i` of a row, with zeros past its end.
 #[inline(always)]
@@ -912,17 +969,54 @@ where
     if whole { block.write_whole(row, i, stream) } else { block.write(row, i, stream) }
 }
 
-/// The block at `i` of numbers in register order, for a row of length `len`. That a whole block is
-/// within it is then one test for all operands.
+/// Writes the block at `i` of a row, up to its end. If it is only `nearly` right, a tie is chance, and
+/// it takes the cheaper rounding.
 #[inline(always)]
-fn get<L: Lanes>(numbers: &[L::Real], i: usize, len: usize, whole: bool) -> L {
-    if whole { L::get(&numbers[..len], i) } else { L::get(numbers, i) }
+fn write_block<L, T>(block: L, row: &mut [T], (i, whole): (usize, bool), nearly: bool, stream: bool)
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    match (nearly, whole) {
+        (true, true) => block.nearest().write_block::<true>(row, i, stream),
+        (true, false) => block.nearest().write_exact(row, i, stream),
+        (false, true) => block.write_block::<false>(row, i, stream),
+        (false, false) => block.write(row, i, stream),
+    }
 }
 
-/// Keeps the block at `i` of numbers in register order, as [`get`] takes it.
+/// Writes the blocks of a step, which the row is; or the first of them at `i`, up to the row's end.
+/// If they are only `nearly` right, a tie is chance, and they take the cheaper rounding.
 #[inline(always)]
-fn set<L: Lanes>(block: L, numbers: &mut [L::Real], i: usize, len: usize, whole: bool) {
-    if whole { block.set(&mut numbers[..len], i) } else { block.set(numbers, i) }
+fn write_step<L, T, const K: usize>(
+    blocks: [L; K],
+    row: &mut [T],
+    (i, whole): (usize, bool),
+    nearly: bool,
+    stream: bool,
+) where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    match (nearly, whole) {
+        (true, true) => L::write_blocks::<K, true>(nearest::<L, T, K>(blocks), row, stream),
+        (true, false) => blocks[0].nearest().write_exact(row, i, stream),
+        (false, true) => L::write_blocks::<K, false>(blocks, row, stream),
+        (false, false) => blocks[0].write(row, i, stream),
+    }
+}
+
+/// [`Memory::nearest`] of each block.
+#[inline(always)]
+fn nearest<L, T, const K: usize>(mut blocks: [L; K]) -> [L; K]
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    for block in &mut blocks {
+        *block = block.nearest();
+    }
+    blocks
 }
 
 /// The block at `i` of a row of length `len`, with zeros past its end.
@@ -934,13 +1028,16 @@ fn inside<L: Lanes + Memory<<L as Lanes>::Real>>(block: L, i: usize, len: usize)
     L::select(zero.lt(inside), block, zero)
 }
 
-/// Asks for the block at `i` of this chunk of the next group, if groups and rows follow each other:
-/// so memory is busy while this row is worked on in the caches.
+/// Asks for what lies `ahead` elements behind the block at `i`, once for each line of the cache. That
+/// is the next group's, if groups and rows follow each other: so memory is busy while this row is
+/// worked on in the caches.
 #[inline(always)]
-fn prefetch_next<L: Lanes, T>(next: Option<*const T>, i: usize) {
-    if let Some(next) = next {
-        for line in 0..(L::N * size_of::<T>()).div_ceil(LINE) {
-            L::prefetch(next.wrapping_add(i).cast::<u8>().wrapping_add(line * LINE));
+fn prefetch<L: Lanes, T>(row: &[T], i: usize, ahead: usize) {
+    let (at, bytes) = (i * size_of::<T>(), L::N * size_of::<T>());
+    if !row.is_empty() && at % LINE.max(bytes) == 0 {
+        let next = row.as_ptr().wrapping_add(i + ahead).cast::<u8>();
+        for line in 0..bytes.div_ceil(LINE) {
+            L::prefetch(next.wrapping_add(line * LINE));
         }
     }
 }
@@ -981,26 +1078,57 @@ enum Added {
 struct ForwardWith {
     added: Added,
     gate: Option<GatePosition>,
+    /// The gate's activation, if the passes themselves evaluate its short form. Otherwise
+    /// [`gate_values`] has been there before.
+    fused: Option<Act>,
     center: bool,
     bias: bool,
 }
 
 impl ForwardWith {
-    const RMS: Self = Self { added: Added::Nothing, gate: None, center: false, bias: false };
-    const USUAL: [Self; USUAL] = [
-        Self::RMS,
-        Self { added: Added::Input, ..Self::RMS },
-        Self { added: Added::InPlace, ..Self::RMS },
-        Self { center: true, ..Self::RMS },
-        Self { center: true, bias: true, ..Self::RMS },
-        Self { gate: Some(GatePosition::Pre), ..Self::RMS },
-        Self { gate: Some(GatePosition::Post), ..Self::RMS },
-    ];
+    const RMS: Self =
+        Self { added: Added::Nothing, gate: None, fused: None, center: false, bias: false };
+
+    /// The calls that have loops of their own. Those of gates are for the short forms, where the
+    /// lanes have such.
+    const fn usual(kind: usize, short: bool) -> Self {
+        let rms = Self::RMS;
+        let (pre, post) = (Some(GatePosition::Pre), Some(GatePosition::Post));
+        let [sigmoid, silu] = short_gates(short);
+        match kind {
+            0 => rms,
+            1 => Self { added: Added::Input, ..rms },
+            2 => Self { added: Added::InPlace, ..rms },
+            3 => Self { center: true, ..rms },
+            4 => Self { center: true, bias: true, ..rms },
+            5 => Self { gate: pre, fused: sigmoid, ..rms },
+            6 => Self { gate: post, fused: sigmoid, ..rms },
+            7 => Self { gate: pre, fused: silu, ..rms },
+            _ => Self { gate: post, fused: silu, ..rms },
+        }
+    }
 
     /// What the loops of a kind know.
     #[inline(always)]
-    fn known<const KIND: usize>(self) -> Self {
-        if KIND < USUAL { Self::USUAL[KIND] } else { self }
+    fn known<L: Math, const KIND: usize>(self) -> Self {
+        if KIND < USUAL {
+            const { Self::usual(KIND, L::HAS_SHORT) }
+        } else {
+            Self { fused: None, ..self }
+        }
+    }
+
+    /// The kind of this call. If it is no usual one, the gate is not fused.
+    #[inline(always)]
+    fn kind<L: Math>(&mut self) -> usize {
+        let (mut kind, with) = (0, *self);
+        while kind < USUAL && Self::usual(kind, L::HAS_SHORT) != with {
+            kind += 1;
+        }
+        if kind == USUAL {
+            self.fused = None;
+        }
+        kind
     }
 
     /// Whether the first pass keeps p for the others: where that is cheaper than to find it anew.
@@ -1008,6 +1136,19 @@ impl ForwardWith {
     fn keeps_p(self) -> bool {
         self.added != Added::Nothing || self.gate == Some(GatePosition::Pre) || self.center
     }
+}
+
+/// The activations that a gate may be fused with, or none where the lanes have no short forms.
+const fn short_gates(short: bool) -> [Option<Act>; 2] {
+    if short { [Some(Act::Sigmoid), Some(Act::Silu)] } else { [None, None] }
+}
+
+/// The activation of a gate that the passes may evaluate themselves, if the call is a usual one. Of
+/// a long group they would do so in each pass.
+#[inline(always)]
+fn fusible<L: Math>(act: Act, gate: Option<GatePosition>, len: usize) -> Option<Act> {
+    let short = L::HAS_SHORT && gate.is_some() && act.has_short_form() && len <= LONG;
+    short.then_some(act)
 }
 
 struct Forward<'r> {
@@ -1026,24 +1167,31 @@ impl Kernel for Forward<'_> {
         T: Element,
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
-        let with = self.with;
-        let kind = ForwardWith::USUAL.iter().position(|usual| *usual == with).unwrap_or(USUAL);
         let groups = Groups::new(self.factor.len(), self.options.groups);
+        let fused = fusible::<L>(self.options.gate_act, self.with.gate, groups.len);
+        let mut with = ForwardWith { fused, ..self.with };
+        let kind = with.kind::<L>();
+        if groups.len == 0 {
+            while let Some(row) = self.part.next::<T>() {
+                for kept in row.keeps {
+                    kept.fill(scalar(f64::NAN));
+                }
+            }
+            return;
+        }
         let factor = groups.widen::<L>(self.factor.get());
         let bias = groups.widen::<L>(self.bias.get());
+        let (factor, bias): (&[_], &[_]) = (&factor, &bias);
         let (mut gates, mut p) =
             (groups.memory(with.gate.is_some()), groups.memory(with.keeps_p()));
+        let (gates, p): (&mut [_], &mut [_]) = (&mut gates, &mut p);
         while let Some(row) = self.part.next::<T>() {
             let ([x, residual, gate], [o, sum], [rstds, means]) =
                 (row.inputs, row.outputs, row.keeps);
-            if groups.len == 0 {
-                rstds.fill(scalar(f64::NAN));
-                means.fill(scalar(f64::NAN));
-                continue;
-            }
             for group in 0..groups.count {
                 let (range, registers) = (groups.range(group), groups.registers(group));
-                let (rstd, mean) = ForwardGroup::<T> {
+                let mut operands = ForwardGroup::<T> {
+                    kind,
                     with,
                     x: &x[range.clone()],
                     residual: of_group(residual, range.clone()),
@@ -1051,24 +1199,35 @@ impl Kernel for Forward<'_> {
                     o: &mut o[range.clone()],
                     sum: of_group_mut(sum, range),
                     factor: &factor[registers.clone()],
-                    bias: of_group(&bias, registers),
-                    gates: &mut gates,
-                    p: &mut p,
+                    bias: of_group(bias, registers),
+                    gates: &mut *gates,
+                    p: &mut *p,
                     stream: self.stream,
-                }
-                .normalize::<L>(kind, &self.options);
+                };
+                let found = operands.statistics::<L>(&self.options);
+                operands.write::<L>(&self.options, found);
                 if let Some(kept) = rstds.get_mut(group) {
-                    *kept = rstd;
+                    *kept = scalar(found.rstd);
                 }
                 if let Some(kept) = means.get_mut(group) {
-                    *kept = mean;
+                    *kept = scalar(found.near_mean + found.delta);
                 }
             }
         }
     }
 }
 
+/// What a group is normalized with.
+#[derive(Clone, Copy, Default)]
+struct Statistics {
+    near_mean: f64,
+    /// What is left of the mean.
+    delta: f64,
+    rstd: f64,
+}
+
 struct ForwardGroup<'r, T: Element> {
+    kind: usize,
     with: ForwardWith,
     x: &'r [T],
     residual: &'r [T],
@@ -1084,86 +1243,103 @@ struct ForwardGroup<'r, T: Element> {
     stream: bool,
 }
 
-/// What a pass over a group finds.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Pass {
-    /// The mean, nearly, if centered; else the mean square.
-    First,
-    /// The mean square, and what is left of the mean.
-    Squares,
-    /// The output.
-    Output,
-}
-
 impl<T: Element> ForwardGroup<'_, T> {
-    /// Writes the output and returns rstd and the mean.
+    /// Has the gate's values found beforehand from now on: it has arguments that are too large for
+    /// its short form.
     #[inline(always)]
-    fn normalize<L>(mut self, kind: usize, options: &Normalize) -> (T::Real, T::Real)
+    fn unfuse(&mut self) {
+        (self.kind, self.with.fused) = (USUAL, None);
+    }
+
+    /// Finds p of a chunk, and keeps it where the other passes need it; gives the sum of p if
+    /// centered, else that of p^2. In the `last` pass over a long group, x + residual is kept too.
+    #[inline(always)]
+    fn first<L>(&mut self, act: Act, chunk: Chunk, last: bool) -> f64
     where
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
-        let (with, len) = (self.with, self.x.len());
-        let (long, per_element) = (len > LONG, 1.0 / len as f64);
-        let (mut near_mean, mut delta, mut rstd) = (0.0, 0.0, 0.0);
-        let mut pass = Pass::First;
-        loop {
-            let (mut sum, mut sum_of_squares) = (0.0, 0.0);
-            let [near, rest, scale] = [scalar(near_mean), scalar(delta), scalar(rstd)];
+        // The sum may overwrite an addend, so it is written when that was read last.
+        let keeps_sum = !self.sum.is_empty() && (last || self.x.len() <= LONG);
+        if self.with.fused.is_some() {
+            let (kind, group) = (self.kind, &mut *self);
+            let (found, far) = enter!(L, kind, First { group, chunk, keeps_sum });
+            if !far {
+                return found;
+            }
+            self.unfuse();
+        }
+        if self.with.gate == Some(GatePosition::Pre) {
+            gate_values::<L, T>(act, false, self.gate, chunk, self.gates, &mut []);
+        }
+        let (kind, group) = (self.kind, &mut *self);
+        enter!(L, kind, First { group, chunk, keeps_sum }).0
+    }
+
+    #[inline(always)]
+    fn statistics<L>(&mut self, options: &Normalize) -> Statistics
+    where
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    {
+        let (center, len) = (self.with.center, self.x.len());
+        let per_element = 1.0 / len as f64;
+        let (mut sum, mut sum_of_squares) = (0.0, 0.0);
+        for start in (0..len).step_by(CHUNK * L::N) {
+            sum += self.first::<L>(options.gate_act, Chunk::new::<L>(start, len), false);
+        }
+        let (mut near_mean, mut delta) = (0.0, 0.0);
+        if center {
+            near_mean = T::Real::of(sum * per_element).to_f64();
+            sum = 0.0;
             for start in (0..len).step_by(CHUNK * L::N) {
                 let chunk = Chunk::new::<L>(start, len);
-                let gates_due = match with.gate {
-                    None => false,
-                    Some(GatePosition::Pre) => pass == Pass::First || long,
-                    Some(GatePosition::Post) => pass == Pass::Output,
-                };
-                if gates_due {
-                    let (gate, values) = (self.gate, &mut *self.gates);
-                    gate_values::<L, T>(options.gate_act, false, gate, chunk, values, &mut []);
+                if len > LONG {
+                    self.first::<L>(options.gate_act, chunk, false);
                 }
-                if pass == Pass::First || (long && with.keeps_p()) {
-                    // The sum may overwrite an addend, so it is written when that was read last.
-                    let keeps_sum = !self.sum.is_empty() && (pass == Pass::Output || !long);
-                    let group = &mut self;
-                    let found = enter!(L, kind, First { group, chunk, keeps_sum });
-                    match pass {
-                        Pass::First if with.center => sum += found,
-                        Pass::First => sum_of_squares += found,
-                        _ => {} // it was for what it keeps
-                    }
-                }
-                match pass {
-                    Pass::First => {}
-                    Pass::Squares => {
-                        let p = chunk.registers::<L>(self.p, chunk.kept, true);
-                        let found = L::enter(Squares::<L> { p, len: chunk.len, near });
-                        sum += found.0;
-                        sum_of_squares += found.1;
-                    }
-                    Pass::Output => {
-                        let group = &mut self;
-                        enter!(L, kind, Output { group, chunk, near, rest, scale });
-                    }
-                }
+                let p = chunk.registers::<L>(self.p, chunk.kept, true);
+                let found = L::enter(Squares::<L> { p, len: chunk.len, near: scalar(near_mean) });
+                sum += found.0;
+                sum_of_squares += found.1;
             }
-            if pass == Pass::First && with.center {
-                near_mean = T::Real::of(sum * per_element).to_f64();
-                pass = Pass::Squares;
-            } else if pass == Pass::Output {
-                return (scalar(rstd), scalar(near_mean + delta));
-            } else {
-                delta = sum * per_element;
-                let mean_square = sum_of_squares * per_element - delta * delta;
-                // Rounding must not make it negative; a NaN stays one.
-                let mean_square = if mean_square < 0.0 { 0.0 } else { mean_square };
-                rstd = 1.0 / (mean_square + options.eps).sqrt();
-                pass = Pass::Output;
+            delta = sum * per_element;
+        } else {
+            sum_of_squares = sum;
+        }
+        let mean_square = sum_of_squares * per_element - delta * delta;
+        // Rounding must not make it negative; a NaN stays one.
+        let mean_square = if mean_square < 0.0 { 0.0 } else { mean_square };
+        Statistics { near_mean, delta, rstd: 1.0 / (mean_square + options.eps).sqrt() }
+    }
+
+    /// Writes the output.
+    #[inline(always)]
+    fn write<L>(&mut self, options: &Normalize, found: Statistics)
+    where
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    {
+        let (act, len) = (options.gate_act, self.x.len());
+        let Statistics { near_mean, delta, rstd } = found;
+        let [near, rest, scale] = [scalar(near_mean), scalar(delta), scalar(rstd)];
+        for start in (0..len).step_by(CHUNK * L::N) {
+            let chunk = Chunk::new::<L>(start, len);
+            if len > LONG && self.with.keeps_p() {
+                self.first::<L>(act, chunk, true);
+            }
+            loop {
+                if self.with.gate == Some(GatePosition::Post) && self.with.fused.is_none() {
+                    gate_values::<L, T>(act, false, self.gate, chunk, self.gates, &mut []);
+                }
+                let (kind, group) = (self.kind, &mut *self);
+                if !enter!(L, kind, Output { group, chunk, near, rest, scale }) {
+                    break;
+                }
+                self.unfuse();
             }
         }
     }
 }
 
 /// Finds p, keeps it for the other passes where it is not just x, and gives the sum of p if
-/// centered, else that of p^2.
+/// centered, else that of p^2; and whether a fused gate had arguments that are too large.
 struct First<'r, 'g, L, T: Element, const KIND: usize> {
     group: &'r mut ForwardGroup<'g, T>,
     chunk: Chunk,
@@ -1174,23 +1350,27 @@ struct First<'r, 'g, L, T: Element, const KIND: usize> {
 impl<L, T, const KIND: usize> Task for First<'_, '_, L, T, KIND>
 where
     T: Element,
-    L: Lanes<Real = T::Real> + Memory<T>,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
-    type Output = f64;
+    type Output = (f64, bool);
     #[inline(always)]
-    fn run(self) -> f64 {
+    fn run(self) -> (f64, bool) {
         let Self { group, chunk, keeps_sum, .. } = self;
-        let (with, stream) = (group.with.known::<KIND>(), group.stream);
+        let (with, stream) = (group.with.known::<L, KIND>(), group.stream);
         let pre = with.gate == Some(GatePosition::Pre);
+        let (fused, unfused) = (pre && with.fused.is_some(), pre && with.fused.is_none());
         let x = chunk.of(group.x, true);
         let residual = chunk.of(group.residual, with.added == Added::Input);
         let sum = chunk.of_mut(group.sum, keeps_sum || with.added == Added::InPlace);
-        let gates = chunk.registers::<L>(group.gates, chunk.kept, pre);
+        let gate = chunk.of(group.gate, fused);
+        let gates = chunk.registers::<L>(group.gates, chunk.kept, unfused);
         let kept = chunk.registers_mut::<L>(group.p, chunk.kept, with.keeps_p());
-        let len = chunk.len;
         let zero = L::splat(Real::of(0.0));
-        let (mut a, mut b, mut c, mut d) = (zero, zero, zero, zero);
-        blocks!(L in len, (i, whole, total of [a, b, c, d]) => {
+        // Four sums; or one, as the short form needs the registers, and time enough for it to wait.
+        let (mut a, mut b, mut c, mut d, mut one, mut noted) = (zero, zero, zero, zero, zero, zero);
+        blocks!(L in chunk.len, read [x, residual, gate, gates], write [sum, kept],
+            (i, whole, total of [a, b, c, d]) => {
+            let total = if fused { &mut one } else { total };
             let x: L = read(x, i, whole);
             let s = match with.added {
                 Added::Nothing => x,
@@ -1200,13 +1380,21 @@ where
             if with.added != Added::Nothing && keeps_sum {
                 write(s, sum, i, whole, stream);
             }
-            let p = if pre { s.mul(get(gates, i, len, whole)) } else { s };
+            let p = match with.fused {
+                _ if !pre => s,
+                None => s.mul(L::get(gates, i)),
+                Some(act) => {
+                    noted = L::note(gate, i, noted);
+                    s.mul(act.stored_value::<L, true>(read(gate, i, whole)))
+                }
+            };
             if with.keeps_p() {
-                set(p, kept, i, len, whole);
+                p.set(kept, i);
             }
             *total = if with.center { total.add(p) } else { p.mul_add(p, *total) };
         });
-        a.add(b).add(c.add(d)).reduce_add().to_f64()
+        let total = if fused { one } else { a.add(b).add(c.add(d)) }.reduce_add().to_f64();
+        (total, fused && L::is_far(noted, SHORT_LIMIT))
     }
 }
 
@@ -1226,8 +1414,9 @@ where
     fn run(self) -> (f64, f64) {
         let (near, zero) = (L::splat(self.near), L::splat(Real::of(0.0)));
         let (mut a, mut b) = ((zero, zero), (zero, zero));
-        blocks!(L in self.len, (i, whole, total of [a, b]) => {
-            let mut q = get::<L>(self.p, i, self.len, whole).sub(near);
+        let p = self.p;
+        blocks!(L in self.len, read [p], write [], (i, whole, total of [a, b]) => {
+            let mut q = L::get(p, i).sub(near);
             if !whole {
                 q = inside(q, i, self.len);
             }
@@ -1237,7 +1426,7 @@ where
     }
 }
 
-/// Writes the output.
+/// Writes the output, and tells whether a fused gate had arguments that are too large.
 struct Output<'r, 'g, L, T: Element, const KIND: usize> {
     group: &'r mut ForwardGroup<'g, T>,
     chunk: Chunk,
@@ -1250,40 +1439,50 @@ struct Output<'r, 'g, L, T: Element, const KIND: usize> {
 impl<L, T, const KIND: usize> Task for Output<'_, '_, L, T, KIND>
 where
     T: Element,
-    L: Lanes<Real = T::Real> + Memory<T>,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
-    type Output = ();
+    type Output = bool;
     #[inline(always)]
-    fn run(self) {
+    fn run(self) -> bool {
         let Self { group, chunk, .. } = self;
-        let (with, stream) = (group.with.known::<KIND>(), group.stream);
+        let (with, stream) = (group.with.known::<L, KIND>(), group.stream);
         let (near, rest, scale) = (L::splat(self.near), L::splat(self.rest), L::splat(self.scale));
         let post = with.gate == Some(GatePosition::Post);
-        let (x, o) = (chunk.of(group.x, !with.keeps_p()), chunk.of_mut(group.o, true));
+        let (fused, unfused) = (post && with.fused.is_some(), post && with.fused.is_none());
+        let (x, o) = (chunk.of(group.x, true), chunk.of_mut(group.o, true));
+        let residual = chunk.of(group.residual, with.added == Added::Input);
+        let gate = chunk.of(group.gate, with.gate.is_some());
         let kept = chunk.registers::<L>(group.p, chunk.kept, with.keeps_p());
-        let gates = chunk.registers::<L>(group.gates, chunk.kept, post);
+        let gates = chunk.registers::<L>(group.gates, chunk.kept, unfused);
         let factor = chunk.registers::<L>(group.factor, chunk.start, true);
         let bias = chunk.registers::<L>(group.bias, chunk.start, with.bias);
-        let next_x = chunk.of_next(group.x, true);
-        let next_residual = chunk.of_next(group.residual, with.added == Added::Input);
-        let next_gate = chunk.of_next(group.gate, with.gate.is_some());
-        let len = chunk.len;
-        blocks!(L in len, (i, whole) => {
-            prefetch_next::<L, T>(next_x, i);
-            prefetch_next::<L, T>(next_residual, i);
-            prefetch_next::<L, T>(next_gate, i);
-            let p: L = if with.keeps_p() { get(kept, i, len, whole) } else { read(x, i, whole) };
+        let next = group.x.len();
+        let mut noted = L::splat(Real::of(0.0));
+        let (mut a, mut b) = (noted, noted);
+        blocks!(L in chunk.len, read [x, residual, gate, kept, gates, factor, bias], write [o],
+            (i, whole, y of [a, b]) => {
+            prefetch::<L, T>(x, i, next);
+            prefetch::<L, T>(residual, i, next);
+            prefetch::<L, T>(gate, i, next);
+            let p: L = if with.keeps_p() { L::get(kept, i) } else { read(x, i, whole) };
             let q = if with.center { p.sub(near).sub(rest) } else { p };
-            let (r, factor): (L, L) = (q.mul(scale), get(factor, i, len, whole));
-            let mut y = match with.bias {
-                true => r.mul_add(factor, get(bias, i, len, whole)),
+            let (r, factor) = (q.mul(scale), L::get(factor, i));
+            *y = match with.bias {
+                true => r.mul_add(factor, L::get(bias, i)),
                 false => r.mul(factor),
             };
-            if post {
-                y = y.mul(get(gates, i, len, whole));
+            match with.fused {
+                _ if !post => {}
+                None => *y = y.mul(L::get(gates, i)),
+                Some(act) => {
+                    noted = L::note(gate, i, noted);
+                    *y = y.mul(act.stored_value::<L, true>(read(gate, i, whole)));
+                }
             }
-            write(y, o, i, whole, stream);
+        } then {
+            write_step([a, b], o, (i, whole), with.fused.is_some(), stream);
         });
+        fused && L::is_far(noted, SHORT_LIMIT)
     }
 }
 
@@ -1363,6 +1562,8 @@ fn gate_values<L, T>(
 struct BackwardWith {
     residual: bool,
     gate: Option<GatePosition>,
+    /// As in [`ForwardWith`].
+    fused: Option<Act>,
     center: bool,
     grad_sum: bool,
     dx: bool,
@@ -1376,6 +1577,7 @@ impl BackwardWith {
     const RMS: Self = Self {
         residual: false,
         gate: None,
+        fused: None,
         center: false,
         grad_sum: false,
         dx: true,
@@ -1384,20 +1586,47 @@ impl BackwardWith {
         dweight: true,
         dbias: false,
     };
-    const USUAL: [Self; USUAL] = [
-        Self::RMS,
-        Self { dweight: false, ..Self::RMS },
-        Self { residual: true, ..Self::RMS },
-        Self { grad_sum: true, ..Self::RMS },
-        Self { center: true, dbias: true, ..Self::RMS },
-        Self { gate: Some(GatePosition::Pre), dgate: true, ..Self::RMS },
-        Self { gate: Some(GatePosition::Post), dgate: true, ..Self::RMS },
-    ];
+
+    /// As [`ForwardWith::usual`].
+    const fn usual(kind: usize, short: bool) -> Self {
+        let rms = Self::RMS;
+        let pre = Self { gate: Some(GatePosition::Pre), dgate: true, ..rms };
+        let post = Self { gate: Some(GatePosition::Post), dgate: true, ..rms };
+        let [sigmoid, silu] = short_gates(short);
+        match kind {
+            0 => rms,
+            1 => Self { dweight: false, ..rms },
+            2 => Self { residual: true, ..rms },
+            3 => Self { grad_sum: true, ..rms },
+            4 => Self { center: true, dbias: true, ..rms },
+            5 => Self { fused: sigmoid, ..pre },
+            6 => Self { fused: sigmoid, ..post },
+            7 => Self { fused: silu, ..pre },
+            _ => Self { fused: silu, ..post },
+        }
+    }
 
     /// What the loops of a kind know.
     #[inline(always)]
-    fn known<const KIND: usize>(self) -> Self {
-        if KIND < USUAL { Self::USUAL[KIND] } else { self }
+    fn known<L: Math, const KIND: usize>(self) -> Self {
+        if KIND < USUAL {
+            const { Self::usual(KIND, L::HAS_SHORT) }
+        } else {
+            Self { fused: None, ..self }
+        }
+    }
+
+    /// The kind of this call. If it is no usual one, the gate is not fused.
+    #[inline(always)]
+    fn kind<L: Math>(&mut self) -> usize {
+        let (mut kind, with) = (0, *self);
+        while kind < USUAL && Self::usual(kind, L::HAS_SHORT) != with {
+            kind += 1;
+        }
+        if kind == USUAL {
+            self.fused = None;
+        }
+        kind
     }
 
     /// Whether the gradient of p is needed.
@@ -1427,16 +1656,23 @@ impl Kernel for Backward<'_> {
         T: Element,
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
-        let (with, act) = (self.with, self.options.gate_act);
-        let kind = BackwardWith::USUAL.iter().position(|usual| *usual == with).unwrap_or(USUAL);
         let groups = Groups::new(self.factor.len(), self.options.groups);
+        let act = self.options.gate_act;
+        let fused = match self.exactly || self.bias.len() > 0 {
+            true => None,
+            false => fusible::<L>(act, self.with.gate, groups.len),
+        };
+        let mut with = BackwardWith { fused, ..self.with };
+        let kind = with.kind::<L>();
         if groups.len == 0 {
             return;
         }
         let factor = groups.widen::<L>(self.factor.get());
         let bias = groups.widen::<L>(self.bias.get());
+        let (factor, bias): (&[_], &[_]) = (&factor, &bias);
         let (mut gates, mut slopes) =
             (groups.memory(with.gate.is_some()), groups.memory(with.gate.is_some()));
+        let (gates, slopes): (&mut [_], &mut [_]) = (&mut gates, &mut slopes);
         let sums: &mut [T::Real] = self.sums.get();
         let dweight_len = if with.dweight { groups.padded() } else { 0 };
         // The sums of a part that has no more rows are recent themselves.
@@ -1451,7 +1687,8 @@ impl Kernel for Backward<'_> {
                     (row.inputs, row.outputs, row.kept);
                 for (group, rstd) in rstds.iter().enumerate() {
                     let (range, registers) = (groups.range(group), groups.registers(group));
-                    BackwardGroup::<T> {
+                    let mut operands = BackwardGroup::<T> {
+                        kind,
                         with,
                         grad: &grad[range.clone()],
                         x: &x[range.clone()],
@@ -1462,19 +1699,20 @@ impl Kernel for Backward<'_> {
                         dresidual: of_group_mut(dresidual, range.clone()),
                         dgate: of_group_mut(dgate, range),
                         factor: &factor[registers.clone()],
-                        bias: of_group(&bias, registers.clone()),
+                        bias: of_group(bias, registers.clone()),
                         dweight: of_group_mut(dweight, registers.clone()),
                         dbias: of_group_mut(dbias, registers),
-                        gates: &mut gates,
-                        slopes: &mut slopes,
+                        gates: &mut *gates,
+                        slopes: &mut *slopes,
                         exactly: self.exactly,
                         // As `Act::pull_back` does.
                         cuts: matches!(act, Act::Relu | Act::ReluSquared),
                         mean: scalar(means.get(group).map_or(0.0, |mean| mean.to_f64())),
                         rstd: scalar(rstd.to_f64()),
                         stream: self.stream,
-                    }
-                    .gradients::<L>(kind, act);
+                    };
+                    let found = operands.means::<L>(act);
+                    operands.gradients::<L>(act, found);
                 }
             }
             if !few {
@@ -1494,7 +1732,18 @@ fn add_recent<L: Lanes>(recent: &mut [L::Real], sums: &mut [L::Real]) {
     }
 }
 
+/// What the gradients of a group need of all of it.
+#[derive(Clone, Copy, Default)]
+struct Means {
+    /// What is left of the mean of p.
+    delta: f64,
+    dr: f64,
+    /// That of r * dr.
+    rdr: f64,
+}
+
 struct BackwardGroup<'r, T: Element> {
+    kind: usize,
     with: BackwardWith,
     grad: &'r [T],
     x: &'r [T],
@@ -1508,7 +1757,7 @@ struct BackwardGroup<'r, T: Element> {
     bias: &'r [T::Real],
     dweight: &'r mut [T::Real],
     dbias: &'r mut [T::Real],
-    /// g(gate).
+    /// g(gate); or exp(-gate), if the gate is fused.
     gates: &'r mut [T::Real],
     /// g'(gate).
     slopes: &'r mut [T::Real],
@@ -1522,40 +1771,73 @@ struct BackwardGroup<'r, T: Element> {
 }
 
 impl<T: Element> BackwardGroup<'_, T> {
+    /// g(gate) and g'(gate) of a chunk, unless the gate is fused.
     #[inline(always)]
-    fn gradients<L>(mut self, kind: usize, act: Act)
+    fn gate_values<L>(&mut self, act: Act, chunk: Chunk)
     where
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
-        let (with, len) = (self.with, self.x.len());
-        let first = with.center || with.dp();
+        if self.with.gate.is_some() && self.with.fused.is_none() {
+            gate_values::<L, T>(act, self.exactly, self.gate, chunk, self.gates, self.slopes);
+        }
+    }
+
+    /// Whether there is a pass for the means.
+    #[inline(always)]
+    fn needs_means(&self) -> bool {
+        self.with.center || self.with.dp()
+    }
+
+    #[inline(always)]
+    fn means<L>(&mut self, act: Act) -> Means
+    where
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    {
+        if !self.needs_means() {
+            return Means::default();
+        }
+        let len = self.x.len();
         // Sums over the group: of q, of dr and of q * dr.
-        let (mut sum_q, mut sum_dr, mut sum_qdr) = (0.0, 0.0, 0.0);
-        for summing in [true, false] {
-            if summing && !first {
+        let mut sums = [0.0; 3];
+        let mut start = 0;
+        while start < len {
+            let chunk = Chunk::new::<L>(start, len);
+            self.gate_values::<L>(act, chunk);
+            let (kind, group) = (self.kind, &mut *self);
+            let (found, far) = enter!(L, kind, Sums { group, chunk });
+            if far {
+                // From the start, without the short form.
+                (self.kind, self.with.fused) = (USUAL, None);
+                (sums, start) = ([0.0; 3], 0);
                 continue;
             }
-            let per_element = 1.0 / len as f64;
-            let delta = sum_q * per_element;
-            let mean_dr = scalar(sum_dr * per_element);
-            let mean_rdr = (sum_qdr - delta * sum_dr) * self.rstd.to_f64() * per_element;
-            let (delta, mean_rdr) = (scalar(delta), scalar(mean_rdr));
-            for start in (0..len).step_by(CHUNK * L::N) {
-                let chunk = Chunk::new::<L>(start, len);
-                if with.gate.is_some() && (summing == first || len > LONG) {
-                    let (gate, values, slopes) = (self.gate, &mut *self.gates, &mut *self.slopes);
-                    gate_values::<L, T>(act, self.exactly, gate, chunk, values, slopes);
-                }
-                let group = &mut self;
-                if summing {
-                    let found = enter!(L, kind, Sums { group, chunk });
-                    sum_q += found[0];
-                    sum_dr += found[1];
-                    sum_qdr += found[2];
-                } else {
-                    enter!(L, kind, Gradients { group, chunk, delta, mean_dr, mean_rdr });
-                }
+            for (sum, found) in sums.iter_mut().zip(found) {
+                *sum += found;
             }
+            start += CHUNK * L::N;
+        }
+        let per_element = 1.0 / len as f64;
+        let [q, dr, qdr] = sums;
+        let delta = q * per_element;
+        let rdr = (qdr - delta * dr) * self.rstd.to_f64() * per_element;
+        Means { delta, dr: dr * per_element, rdr }
+    }
+
+    /// Writes the gradients, and adds to those of the parameters.
+    #[inline(always)]
+    fn gradients<L>(&mut self, act: Act, means: Means)
+    where
+        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    {
+        let len = self.x.len();
+        let (delta, mean_dr, mean_rdr) = (scalar(means.delta), scalar(means.dr), scalar(means.rdr));
+        for start in (0..len).step_by(CHUNK * L::N) {
+            let chunk = Chunk::new::<L>(start, len);
+            if len > LONG || !self.needs_means() {
+                self.gate_values::<L>(act, chunk);
+            }
+            let (kind, group) = (self.kind, &mut *self);
+            enter!(L, kind, Gradients { group, chunk, delta, mean_dr, mean_rdr });
         }
     }
 }
@@ -1565,29 +1847,13 @@ struct Inputs<'r, T: Element> {
     grad: &'r [T],
     x: &'r [T],
     residual: &'r [T],
-    gates: &'r [T::Real],
     factor: &'r [T::Real],
-}
-
-/// [`Inputs`] of a chunk; a macro, since the group's outputs are borrowed beside them.
-macro_rules! inputs {
-    ($L:ident, $group:expr, $with:ident, $chunk:ident) => {
-        Inputs {
-            grad: $chunk.of($group.grad, true),
-            x: $chunk.of($group.x, true),
-            residual: $chunk.of($group.residual, $with.residual),
-            gates: $chunk.registers::<$L>($group.gates, $chunk.kept, $with.gate.is_some()),
-            factor: $chunk.registers::<$L>($group.factor, $chunk.start, true),
-        }
-    };
 }
 
 /// A block of them.
 struct Loaded<L> {
     /// The gradient that arrives.
     grad: L,
-    /// The gate's value, if there is a gate.
-    gate: L,
     /// x + residual.
     sum: L,
     /// p minus the kept mean.
@@ -1601,33 +1867,63 @@ struct Loaded<L> {
 }
 
 impl<T: Element> Inputs<'_, T> {
+    /// `gate` is the gate's value, if there is a gate.
     #[inline(always)]
-    fn load<L>(&self, with: BackwardWith, mean: L, i: usize, whole: bool) -> Loaded<L>
+    fn load<L>(&self, with: BackwardWith, mean: L, gate: L, i: usize, whole: bool) -> Loaded<L>
     where
         L: Lanes<Real = T::Real> + Memory<T>,
     {
-        let len = self.x.len();
         let grad: L = read(self.grad, i, whole);
         let mut sum: L = read(self.x, i, whole);
         if with.residual {
             sum = sum.add(read(self.residual, i, whole));
         }
-        let gate = match with.gate {
-            Some(_) => get(self.gates, i, len, whole),
-            None => sum,
-        };
         let (p, grad1) = match with.gate {
             None => (sum, grad),
             Some(GatePosition::Pre) => (sum.mul(gate), grad),
             Some(GatePosition::Post) => (sum, grad.mul(gate)),
         };
         let q = if with.center { p.sub(mean) } else { p };
-        let factor = get(self.factor, i, len, whole);
-        Loaded { grad, gate, sum, q, grad1, factor, dr: grad1.mul(factor) }
+        let factor = L::get(self.factor, i);
+        Loaded { grad, sum, q, grad1, factor, dr: grad1.mul(factor) }
     }
 }
 
-/// The sums of q and of dr, if centered, and of q * dr.
+/// What the gate's value and slope are made of, where it is fused: with e = exp(-gate) and
+/// s = 1 / (1 + e), sigmoid is s, and silu is gate * s. The first pass keeps e for the second, which
+/// takes less memory than to keep both, and less time than to find e again.
+struct Fused<L> {
+    e: L,
+    s: L,
+    divisor: L,
+}
+
+impl<L: Math> Fused<L> {
+    #[inline(always)]
+    fn new(e: L) -> Self {
+        let divisor = e.add(L::splat(Real::of(1.0)));
+        Self { e, s: divisor.reciprocal_for_store(), divisor }
+    }
+
+    /// g(gate) of a block; only silu reads it.
+    #[inline(always)]
+    fn value<T>(&self, act: Act, gate: &[T], i: usize, whole: bool) -> L
+    where
+        T: Element<Real = L::Real>,
+        L: Memory<T>,
+    {
+        if act == Act::Silu { read::<L, T>(gate, i, whole).mul(self.s) } else { self.s }
+    }
+
+    /// g'(gate) of a block of silu.
+    #[inline(always)]
+    fn silu_slope(&self, gate: L) -> L {
+        gate.mul_add(self.e, self.divisor).mul(self.s).mul(self.s)
+    }
+}
+
+/// The sums of q and of dr, if centered, and of q * dr; and whether a fused gate had arguments that
+/// are too large.
 struct Sums<'r, 'g, L, T: Element, const KIND: usize> {
     group: &'r mut BackwardGroup<'g, T>,
     chunk: Chunk,
@@ -1637,24 +1933,47 @@ struct Sums<'r, 'g, L, T: Element, const KIND: usize> {
 impl<L, T, const KIND: usize> Task for Sums<'_, '_, L, T, KIND>
 where
     T: Element,
-    L: Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
 {
-    type Output = [f64; 3];
+    type Output = ([f64; 3], bool);
     #[inline(always)]
-    fn run(self) -> [f64; 3] {
-        let (with, chunk) = (self.group.with.known::<KIND>(), self.chunk);
-        let (mean, zero) = (L::splat(self.group.mean), L::splat(Real::of(0.0)));
-        let inputs = inputs!(L, self.group, with, chunk);
-        let (mut qs, mut drs, mut a, mut b) = (zero, zero, zero, zero);
-        blocks!(L in chunk.len, (i, whole, qdrs of [a, b]) => {
-            let at = inputs.load::<L>(with, mean, i, whole);
+    fn run(self) -> ([f64; 3], bool) {
+        let Self { group, chunk, .. } = self;
+        let with = group.with.known::<L, KIND>();
+        let (mean, zero) = (L::splat(group.mean), L::splat(Real::of(0.0)));
+        let grad = chunk.of(group.grad, true);
+        let x = chunk.of(group.x, true);
+        let residual = chunk.of(group.residual, with.residual);
+        let factor = chunk.registers::<L>(group.factor, chunk.start, true);
+        let gate = chunk.of(group.gate, with.fused.is_some());
+        let gates = chunk.registers_mut::<L>(group.gates, chunk.kept, with.gate.is_some());
+        // As in `First`.
+        let fused = with.fused.is_some();
+        let (mut qs, mut drs, mut a, mut b, mut one, mut noted) =
+            (zero, zero, zero, zero, zero, zero);
+        blocks!(L in chunk.len, read [grad, x, residual, factor, gate], write [gates],
+            (i, whole, qdrs of [a, b]) => {
+            let value = match (with.gate, with.fused) {
+                (None, _) => zero,
+                (_, None) => L::get(gates, i),
+                (_, Some(act)) => {
+                    noted = <L as Memory<T>>::note(gate, i, noted);
+                    let e = read::<L, T>(gate, i, whole).neg().exp_for_store::<true>();
+                    e.set(gates, i);
+                    Fused::new(e).value(act, gate, i, whole)
+                }
+            };
+            let at = Inputs { grad, x, residual, factor }.load::<L>(with, mean, value, i, whole);
+            let qdrs = if fused { &mut one } else { qdrs };
             *qdrs = at.q.mul_add(at.dr, *qdrs);
             if with.center {
                 qs = qs.add(if whole { at.q } else { inside(at.q, i, chunk.len) });
                 drs = drs.add(at.dr);
             }
         });
-        [qs, drs, a.add(b)].map(|sum| sum.reduce_add().to_f64())
+        let qdrs = if fused { one } else { a.add(b) };
+        let sums = [qs, drs, qdrs].map(|sum| sum.reduce_add().to_f64());
+        (sums, fused && <L as Memory<T>>::is_far(noted, SHORT_LIMIT))
     }
 }
 
@@ -1671,78 +1990,94 @@ struct Gradients<'r, 'g, L, T: Element, const KIND: usize> {
 impl<L, T, const KIND: usize> Task for Gradients<'_, '_, L, T, KIND>
 where
     T: Element,
-    L: Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+    L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
 {
     type Output = ();
     #[inline(always)]
     fn run(self) {
         let Self { group, chunk, .. } = self;
-        let (with, stream, cuts) = (group.with.known::<KIND>(), group.stream, group.cuts);
+        let (with, stream, cuts) = (group.with.known::<L, KIND>(), group.stream, group.cuts);
         let (mean, rstd, zero) =
             (L::splat(group.mean), L::splat(group.rstd), L::splat(Real::of(0.0)));
         let (delta, mean_dr, mean_rdr) =
             (L::splat(self.delta), L::splat(self.mean_dr), L::splat(self.mean_rdr));
-        let pre = with.gate == Some(GatePosition::Pre);
-        let has_bias = !group.bias.is_empty();
-        let inputs = inputs!(L, group, with, chunk);
+        let (pre, fused) = (with.gate == Some(GatePosition::Pre), with.fused.is_some());
+        let grad = chunk.of(group.grad, true);
+        let x = chunk.of(group.x, true);
+        let residual = chunk.of(group.residual, with.residual);
+        let gate = chunk.of(group.gate, with.gate.is_some());
         let grad_sum = chunk.of(group.grad_sum, with.grad_sum);
+        let factor = chunk.registers::<L>(group.factor, chunk.start, true);
+        let bias = chunk.registers::<L>(group.bias, chunk.start, !group.bias.is_empty());
+        let gates = chunk.registers::<L>(group.gates, chunk.kept, with.gate.is_some());
+        let slopes = chunk.registers::<L>(group.slopes, chunk.kept, with.dgate && !fused);
         let dx = chunk.of_mut(group.dx, with.dx);
         let dresidual = chunk.of_mut(group.dresidual, with.dresidual);
         let dgate = chunk.of_mut(group.dgate, with.dgate);
         let dweight = chunk.registers_mut::<L>(group.dweight, chunk.start, with.dweight);
         let dbias = chunk.registers_mut::<L>(group.dbias, chunk.start, with.dbias);
-        let bias = chunk.registers::<L>(group.bias, chunk.start, has_bias);
-        let slopes = chunk.registers::<L>(group.slopes, chunk.kept, with.dgate);
-        let next_x = chunk.of_next(group.x, true);
-        let next_grad = chunk.of_next(group.grad, true);
-        let next_residual = chunk.of_next(group.residual, with.residual);
-        let next_gate = chunk.of_next(group.gate, with.gate.is_some());
-        let len = chunk.len;
-        blocks!(L in len, (i, whole) => {
-            prefetch_next::<L, T>(next_x, i);
-            prefetch_next::<L, T>(next_grad, i);
-            prefetch_next::<L, T>(next_residual, i);
-            prefetch_next::<L, T>(next_gate, i);
-            let at = inputs.load::<L>(with, mean, i, whole);
+        let next = group.x.len();
+        let (mut a, mut b) = ((), ());
+        blocks!(L in chunk.len,
+            read [grad, x, residual, gate, grad_sum, factor, bias, gates, slopes],
+            write [dx, dresidual, dgate, dweight, dbias],
+            (i, whole, _slot of [a, b]) => {
+            prefetch::<L, T>(x, i, next);
+            prefetch::<L, T>(grad, i, next);
+            prefetch::<L, T>(residual, i, next);
+            prefetch::<L, T>(gate, i, next);
+            let kept = if with.gate.is_some() { L::get(gates, i) } else { zero };
+            let parts = Fused::new(kept);
+            let value = match with.fused {
+                None => kept,
+                Some(act) => parts.value(act, gate, i, whole),
+            };
+            let at = Inputs { grad, x, residual, factor }.load::<L>(with, mean, value, i, whole);
             let r = if with.center { at.q.sub(delta) } else { at.q }.mul(rstd);
             if with.dweight {
-                let sum = at.grad1.mul_add(r, get(dweight, i, len, whole));
-                set(sum, dweight, i, len, whole);
+                at.grad1.mul_add(r, L::get(dweight, i)).set(dweight, i);
             }
             if with.dbias {
-                let sum = at.grad1.add(get(dbias, i, len, whole));
-                set(sum, dbias, i, len, whole);
+                at.grad1.add(L::get(dbias, i)).set(dbias, i);
             }
             let dr = if with.center { at.dr.sub(mean_dr) } else { at.dr };
             let dp = r.neg_mul_add(mean_rdr, dr).mul(rstd);
-            if with.dx || with.dresidual {
-                let mut ds = if pre { dp.mul(at.gate) } else { dp };
-                if with.grad_sum {
-                    ds = ds.add(read(grad_sum, i, whole));
-                }
-                if with.dx {
-                    write(ds, dx, i, whole, stream);
-                }
-                if with.dresidual {
-                    write(ds, dresidual, i, whole, stream);
-                }
-            }
+            let mut ds = if pre { dp.mul(value) } else { dp };
             if with.dgate {
-                let dvalue = if pre {
-                    dp.mul(at.sum)
-                } else {
-                    let mut o1 = r.mul(at.factor);
-                    if has_bias {
-                        o1 = o1.add(get(bias, i, len, whole));
+                let gradient = match with.fused {
+                    // sigmoid' is s^2 e, of which one s is in p and one in ds; or one in dr.
+                    Some(Act::Sigmoid) if pre => ds.mul(parts.e).mul(at.q),
+                    Some(Act::Sigmoid) => at.dr.mul(r).mul(parts.e.mul(parts.s)),
+                    _ => {
+                        let dvalue = if pre {
+                            dp.mul(at.sum)
+                        } else if bias.is_empty() {
+                            at.grad.mul(r.mul(at.factor))
+                        } else {
+                            at.grad.mul(r.mul(at.factor).add(L::get(bias, i)))
+                        };
+                        let slope = match fused {
+                            true => parts.silu_slope(read(gate, i, whole)),
+                            false => L::get(slopes, i),
+                        };
+                        let gradient = dvalue.mul(slope);
+                        if !fused && cuts {
+                            L::select(slope.le(zero), zero, gradient)
+                        } else {
+                            gradient
+                        }
                     }
-                    at.grad.mul(o1)
                 };
-                let slope: L = get(slopes, i, len, whole);
-                let mut gradient = dvalue.mul(slope);
-                if cuts {
-                    gradient = L::select(slope.le(zero), zero, gradient);
-                }
-                write(gradient, dgate, i, whole, stream);
+                write_block(gradient, dgate, (i, whole), fused, stream);
+            }
+            if with.grad_sum {
+                ds = ds.add(read(grad_sum, i, whole));
+            }
+            if with.dx {
+                write_block(ds, dx, (i, whole), fused, stream);
+            }
+            if with.dresidual {
+                write_block(ds, dresidual, (i, whole), fused, stream);
             }
         });
     }
@@ -2350,6 +2685,88 @@ mod tests {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             let usual = pool.install(|| usual_calls::<bf16>(1100, 512, false))?;
             assert!(usual == general, "{threads} threads");
+        }
+        Ok(())
+    }
+
+    /// o, rstd, dx, dgate and dweight of a gated norm; with `more`, by the general code.
+    fn gated_call<T: Element>(
+        norm: &Normalize,
+        d: usize,
+        gate: &[f64],
+        more: bool,
+    ) -> Result<[Vec<f64>; 5]> {
+        let (n, rows) = (gate.len(), gate.len() / d);
+        let shape = [rows, d];
+        let [x, grad] = [1, 2].map(|seed| typed::<T>(&numbers(n, seed)));
+        let (gate, weight, zeros) =
+            (typed::<T>(gate), typed::<T>(&numbers(d, 3)), vec![T::default(); n]);
+        let [x, grad, gate, zeros] = [&x, &grad, &gate, &zeros].map(|v| View::new(v, &shape));
+        let (x, grad, gate, weight) = (x?, grad?, gate?, View::new(&weight, &[d])?);
+        let [mut o, mut dx, mut same, mut dgate] = [(); 4].map(|()| vec![T::from_f64(f64::NAN); n]);
+        let mut dweight = vec![T::from_f64(f64::NAN); d];
+        let mut rstd = Buffer::zeros(T::DTYPE.real(), &[rows, 1])?;
+        norm.forward_into(NormalizeForward {
+            weight: Some(weight),
+            gate: Some(gate),
+            residual: if more { Residual::Add(zeros?) } else { Residual::None },
+            rstd: Some(rstd.view_mut()),
+            ..NormalizeForward::new(x, ViewMut::new(&mut o, &shape)?)
+        })?;
+        norm.backward_into(NormalizeBackward {
+            weight: Some(weight),
+            gate: Some(gate),
+            dx: Some(ViewMut::new(&mut dx, &shape)?),
+            dresidual: more.then(|| ViewMut::new(&mut same, &shape)).transpose()?,
+            dgate: Some(ViewMut::new(&mut dgate, &shape)?),
+            dweight: Some(ViewMut::new(&mut dweight, &[d])?),
+            ..NormalizeBackward::new(grad, x, rstd.view())
+        })?;
+        let rstd = rstd.view().to_f64_vec();
+        Ok([widened(&o), rstd, widened(&dx), widened(&dgate), widened(&dweight)])
+    }
+
+    #[test]
+    fn fused_gates_agree_with_the_general_code() -> Result<()> {
+        fn check<T: Element>(norm: &Normalize, d: usize, gate: &[f64], bits: i32) -> Result<()> {
+            let fused = gated_call::<T>(norm, d, gate, false)?;
+            let general = gated_call::<T>(norm, d, gate, true)?;
+            // Sums of terms that cancel differ by what the arithmetic rounds.
+            let absolute = [1e-44, 0.0, 1e-5, 1e-5, 1e-4];
+            for ((fused, general), absolute) in fused.iter().zip(&general).zip(absolute) {
+                for (i, (a, b)) in fused.iter().zip(general).enumerate() {
+                    let bound = b.abs() * 2f64.powi(-bits) + absolute;
+                    assert!((a - b).abs() <= bound, "{} {norm:?} {d} {i}: {a} {b}", T::DTYPE);
+                }
+            }
+            Ok(())
+        }
+        for (gate_position, gate_act) in [
+            (GatePosition::Pre, Act::Sigmoid),
+            (GatePosition::Post, Act::Sigmoid),
+            (GatePosition::Pre, Act::Silu),
+            (GatePosition::Post, Act::Silu),
+        ] {
+            let norm = Normalize { gate_position, gate_act, ..Normalize::rms_norm() };
+            for d in [1, 15, 40, 2048, 2100] {
+                let mut gate: Vec<f64> = numbers(3 * d, 7).iter().map(|v| 9.0 * v).collect();
+                check::<bf16>(&norm, d, &gate, 7)?;
+                check::<f16>(&norm, d, &gate, 9)?;
+                // The last row has arguments that are too large for the short form.
+                gate[3 * d - 1] = 100.0;
+                if d > 20 {
+                    gate[3 * d - 20] = -85.0;
+                }
+                check::<bf16>(&norm, d, &gate, 7)?;
+                let far = gated_call::<bf16>(&norm, d, &gate, false)?;
+                assert!(far.iter().flatten().all(|v| v.is_finite()));
+                // The other rows do not notice.
+                gate.truncate(2 * d);
+                let near = gated_call::<bf16>(&norm, d, &gate, false)?;
+                for (near, far) in near.iter().zip(&far).take(4) {
+                    assert_eq!(near[..], far[..near.len()]);
+                }
+            }
         }
         Ok(())
     }

@@ -48,6 +48,8 @@ pub(crate) trait Math: Lanes {
     /// [is far](super::Memory::is_far), does it again without `NEAR`; results of near arguments
     /// are the same bits.
     fn exp_for_store<const NEAR: bool>(self) -> Self;
+    /// 1 / self, as exact as [`Math::exp_for_store`], for numbers from 1 on.
+    fn reciprocal_for_store(self) -> Self;
     /// Sine and cosine, within 1e-7 absolute for every finite argument.
     fn sin_cos(self) -> (Self, Self);
     /// 1 / (1 + e^-x).
@@ -526,6 +528,11 @@ impl<L: F32Lanes> Math for L {
         unless_far::<L, NEAR>(self, Exactly::Exp, (short, short)).0
     }
 
+    #[inline(always)]
+    fn reciprocal_for_store(self) -> Self {
+        if Self::HAS_SHORT { Short::reciprocal(self) } else { L::splat(1.0).div(self) }
+    }
+
     /// Within 1e-7 absolute; where |x| < 0.7, sine is within 0.7 ulp.
     ///
     /// The nearest multiple of π/2 is taken away, in two parts where a product and a
@@ -768,6 +775,9 @@ impl Math for Portable64 {
     }
     fn exp_for_store<const NEAR: bool>(self) -> Self {
         self.exp()
+    }
+    fn reciprocal_for_store(self) -> Self {
+        self.map(f64::recip)
     }
     fn sin_cos(self) -> (Self, Self) {
         (self.map(f64::sin), self.map(f64::cos))
