@@ -16,6 +16,22 @@ pub fn last_level_cache_bytes() -> usize {
     })
 }
 
+/// The size of a core's first-level data cache, as the system tells it; 32 KiB where it does not.
+///
+/// Tables and scratch that are read again and again are to stay within it.
+pub(crate) fn first_level_cache_bytes() -> usize {
+    static BYTES: OnceLock<usize> = OnceLock::new();
+    *BYTES.get_or_init(|| {
+        let read = |i: usize, file: &str| {
+            let path = format!("/sys/devices/system/cpu/cpu0/cache/index{i}/{file}");
+            std::fs::read_to_string(path).ok()
+        };
+        let is = |i, file, what: &str| read(i, file).is_some_and(|text| text.trim() == what);
+        let data = (0..8).find(|&i| is(i, "level", "1") && !is(i, "type", "Instruction"));
+        data.and_then(|i| parse_size(read(i, "size")?.trim())).unwrap_or(32 << 10)
+    })
+}
+
 /// The memory that this process may use, in bytes: the machine's, or the limit of its container if that
 /// is smaller; 4 GiB where the system does not tell.
 pub fn memory_bytes() -> usize {
@@ -51,6 +67,7 @@ mod tests {
         assert_eq!(super::parse_size("2M"), Some(2 << 20));
         assert_eq!(super::parse_size("what"), None);
         assert!(super::last_level_cache_bytes() >= 1 << 16);
+        assert!((1 << 12..=1 << 20).contains(&super::first_level_cache_bytes()));
         assert!(super::memory_bytes() >= 1 << 26);
     }
 }
