@@ -11,19 +11,31 @@ pub fn last_level_cache_bytes() -> usize {
 }
 
 /// The size of a core's second-level cache, as the system tells it; 1 MiB where it does not.
-pub fn second_level_cache_bytes() -> usize {
+pub(crate) fn second_level_cache_bytes() -> usize {
     static BYTES: OnceLock<usize> = OnceLock::new();
-    *BYTES
-        .get_or_init(|| caches().find(|&(level, _)| level == 2).map_or(1 << 20, |(_, bytes)| bytes))
+    *BYTES.get_or_init(|| cache_of_level(2).unwrap_or(1 << 20))
 }
 
-/// The level and the size of each cache of the first core.
+/// The size of a core's first-level data cache, as the system tells it; 32 KiB where it does not.
+///
+/// Tables and scratch that are read again and again are to stay within it.
+pub(crate) fn first_level_cache_bytes() -> usize {
+    static BYTES: OnceLock<usize> = OnceLock::new();
+    *BYTES.get_or_init(|| cache_of_level(1).unwrap_or(32 << 10))
+}
+
+fn cache_of_level(level: usize) -> Option<usize> {
+    caches().find(|cache| cache.0 == level).map(|cache| cache.1)
+}
+
+/// The level and the size of each cache for data of the first core.
 fn caches() -> impl Iterator<Item = (usize, usize)> {
     (0..8).filter_map(|i| {
         let of = |what: &str| {
             let path = format!("/sys/devices/system/cpu/cpu0/cache/index{i}/{what}");
-            std::fs::read_to_string(path).ok()
+            std::fs::read_to_string(path).ok().filter(|text| text.trim() != "Instruction")
         };
+        of("type")?;
         Some((of("level")?.trim().parse().ok()?, parse_size(of("size")?.trim())?))
     })
 }
@@ -64,6 +76,8 @@ mod tests {
         assert_eq!(super::parse_size("what"), None);
         assert!(super::last_level_cache_bytes() >= super::second_level_cache_bytes());
         assert!(super::second_level_cache_bytes() >= 1 << 16);
+        assert!(super::second_level_cache_bytes() >= super::first_level_cache_bytes());
+        assert!((1 << 12..=1 << 20).contains(&super::first_level_cache_bytes()));
         assert!(super::memory_bytes() >= 1 << 26);
     }
 }

@@ -275,10 +275,13 @@ impl<'r, T: Element> Grid<'r, T> {
         self.row(i, j).as_chunks().0
     }
 
-    /// Asks for the counterpart of a block of a row in the patch that comes next.
+    /// Asks for the counterpart of a block of a row in the patch that comes next: into the second-level
+    /// cache, as the first one holds the tables and scratch of this patch, and can wait for few lines
+    /// at a time. (Of the copy, on a Zen 4, cosine backward: 0.55 into the first, 0.86 into the second;
+    /// rotate backward 0.77 and 0.84.)
     #[inline(always)]
     pub(crate) fn prefetch_block<L: crate::simd::Lanes>(&self, block: &[T; MAX_LANES]) {
-        L::prefetch(block.as_ptr().wrapping_byte_offset(self.ahead));
+        L::prefetch_far(block.as_ptr().wrapping_byte_offset(self.ahead));
     }
 
     /// Asks for the cache lines of a row's counterpart in the patch that comes next.
@@ -286,7 +289,7 @@ impl<'r, T: Element> Grid<'r, T> {
     pub(crate) fn prefetch_next<L: crate::simd::Lanes>(&self, i: usize, j: usize) {
         let p = at(self.base, self.steps, i, j).wrapping_byte_offset(self.ahead).cast::<u8>();
         for line in 0..(self.len * size_of::<T>()).div_ceil(64) {
-            L::prefetch(p.wrapping_add(line * 64));
+            L::prefetch_far(p.wrapping_add(line * 64));
         }
     }
 }
@@ -303,6 +306,13 @@ impl<'r, T: Element> GridMut<'r, T> {
             Self { base, steps, rows, len: column, memory },
             Self { base: second, steps, rows, len: rest, memory },
         ]
+    }
+
+    /// The same rows, for a while.
+    #[inline(always)]
+    pub(crate) fn reborrow(&mut self) -> GridMut<'_, T> {
+        let &mut Self { base, steps, rows, len, .. } = self;
+        GridMut { base, steps, rows, len, memory: PhantomData }
     }
 
     /// Cuts the rows at three columns.

@@ -150,10 +150,14 @@ impl Drop for Open<'_> {
         self.0.job.store(ptr::null_mut(), Ordering::SeqCst);
         let mut looks = 0;
         while self.0.inside.load(Ordering::SeqCst) > 0 {
-            // Whoever is inside has a part of a call left; if it was put off its CPU, let it have
-            // this one.
+            // Whoever is inside has a part of a call left. After some microseconds it may have been
+            // put off its CPU: let it have this one.
+            if looks < LOOKS * 4 {
+                std::hint::spin_loop()
+            } else {
+                thread::yield_now()
+            }
             looks += 1;
-            if looks % 4096 == 0 { thread::yield_now() } else { std::hint::spin_loop() }
         }
     }
 }

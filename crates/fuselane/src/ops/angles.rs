@@ -217,6 +217,13 @@ impl AngleSplit {
         spread
     }
 
+    /// Whether all of the `theta_heads` rows of [`AngleSplit::frequencies`] are the same, bit by bit.
+    fn same_rows<R: Real>(&self, frequencies: &[R]) -> bool {
+        let (first, others) = frequencies[..self.theta_heads * self.count].split_at(self.count);
+        let same = |(a, b): (&R, &R)| a.to_f64().to_bits() == b.to_f64().to_bits();
+        others.iter().zip(first.iter().cycle()).all(same)
+    }
+
     /// Gathers the gradients of the angles (`theta_heads` rows of `count`) into theta's shape.
     pub(crate) fn gather<R: Real>(&self, angles: &[R], dtheta: &mut ViewMut<'_>) {
         let len = self.theta_heads * self.theta_columns;
@@ -409,6 +416,9 @@ where
 /// What a call knows about its angles, checked.
 pub(crate) struct AnglePlan<'a, R: Real> {
     pub(crate) split: AngleSplit,
+    /// Whether all heads have the same angles, so that they are made once: theta has one row, or its
+    /// rows are the same, as those of the usual schedules are.
+    pub(crate) shared: bool,
     placement: Placement<'a>,
     tokens: usize,
     source: Source<'a, R>,
@@ -572,7 +582,9 @@ impl<'a, R: Real> AnglePlan<'a, R> {
                 Source::Table { axes: &table.axes, cos, sin }
             }
         };
-        Self { split, placement, tokens, source }
+        let shared = split.theta_heads == 1
+            || matches!(&source, Source::Frequencies(all) if split.same_rows(all));
+        Self { split, shared, placement, tokens, source }
     }
 
     /// Whether each batch entry has its own positions.
@@ -694,7 +706,7 @@ impl<R: Real> Tables<R> {
     {
         let AngleSplit { theta_heads, count, .. } = plan.split;
         let width = padded(count * step);
-        let heads = if theta_heads == 1 { 1 } else { heads };
+        let (theta_heads, heads) = if plan.shared { (1, 1) } else { (theta_heads, heads) };
         let mut frequencies = Scratch::new(0);
         let mut gathered = Scratch::new(0);
         match &plan.source {
@@ -742,7 +754,7 @@ impl<R: Real> Tables<R> {
     ) where
         L: Math + Lanes<Real = R> + Memory<R>,
     {
-        let heads = if plan.split.theta_heads == 1 { 0..1 } else { heads };
+        let heads = if plan.shared { 0..1 } else { heads };
         let tables = self;
         L::enter(Fill { tables, plan, batch, tokens, heads, lanes: PhantomData::<L> });
     }
@@ -755,7 +767,7 @@ impl<R: Real> Tables<R> {
         slot: usize,
         rows: [usize; 2],
     ) -> [Grid<'_, R>; 2] {
-        let head = if plan.split.theta_heads == 1 { 0 } else { self.width };
+        let head = if plan.shared { 0 } else { self.width };
         let steps = [self.heads * self.width, head];
         let first = slot * steps[0];
         let [cos, sin] = self.starts;

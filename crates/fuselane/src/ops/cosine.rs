@@ -232,7 +232,8 @@ impl Encoding for Waves {
         [cos, sin]: [Grid<'_, L::Real>; 2],
         [o_cos, o_sin, ..]: [GridMut<'_, D::Number>; 4],
         stream: bool,
-    ) where
+    ) -> L
+    where
         S: Access<L>,
         D: Access<L>,
         L: Math,
@@ -241,18 +242,19 @@ impl Encoding for Waves {
         let [[o_cos, mut cos_end], [o_sin, mut sin_end]] =
             [o_cos.split_at(whole), o_sin.split_at(whole)];
         // The choice is made outside of the loop, which then needs no more registers than there are.
-        if stream && o_cos.is_aligned() && o_sin.is_aligned() {
-            wave_blocks::<L, S, D, true>(x, [cos, sin], [o_cos, o_sin], true);
+        let mut noted = if stream && o_cos.is_aligned() && o_sin.is_aligned() {
+            wave_blocks::<L, S, D, true>(x, [cos, sin], [o_cos, o_sin], true)
         } else {
-            wave_blocks::<L, S, D, false>(x, [cos, sin], [o_cos, o_sin], stream);
-        }
+            wave_blocks::<L, S, D, false>(x, [cos, sin], [o_cos, o_sin], stream)
+        };
         if whole == self.features {
-            return;
+            return noted;
         }
         let [tokens, heads] = x.rows();
         for i in 0..tokens {
             for j in 0..heads {
                 for k in (whole..self.features).step_by(L::N) {
+                    noted = S::note(x.row(i, j), k, noted);
                     let y = S::read(x.row(i, j), k);
                     let (cos, sin) = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
                     D::write(y.mul(cos), cos_end.row(i, j), k - whole, false);
@@ -260,6 +262,7 @@ impl Encoding for Waves {
                 }
             }
         }
+        noted
     }
 
     #[inline(always)]
@@ -326,13 +329,15 @@ fn wave_blocks<L, S, D, const ALIGNED: bool>(
     [cos, sin]: [Grid<'_, L::Real>; 2],
     [mut o_cos, mut o_sin]: [GridMut<'_, D::Number>; 2],
     stream: bool,
-) where
+) -> L
+where
     S: Access<L>,
     D: Access<L>,
     L: Math,
 {
+    let mut noted = L::splat(Real::of(0.0));
     if L::N != MAX_LANES {
-        return;
+        return noted;
     }
     let [tokens, heads] = x.rows();
     // Known before the loops, so that a row has little to find out.
@@ -347,6 +352,10 @@ fn wave_blocks<L, S, D, const ALIGNED: bool>(
                 (o_cos.blocks(i, j), o_sin.blocks(i, j))
             };
             let (o_cos, o_sin) = (&mut o_cos[..blocks], &mut o_sin[..blocks]);
+            // In a loop of its own, as the other one needs all registers.
+            for block in x_blocks {
+                noted = S::note(block, 0, noted);
+            }
             for k in 0..blocks {
                 if !S::REGISTERS {
                     x.prefetch_block::<L>(&x_blocks[k]);
@@ -357,6 +366,7 @@ fn wave_blocks<L, S, D, const ALIGNED: bool>(
             }
         }
     }
+    noted
 }
 
 /// The whole blocks of the sum of both gradients, times cosines and times sines.

@@ -319,12 +319,13 @@ impl Encoding for Rotation {
         tables: [Grid<'_, L::Real>; 2],
         o: [GridMut<'_, D::Number>; 4],
         stream: bool,
-    ) where
+    ) -> L
+    where
         S: Access<L>,
         D: Access<L>,
         L: Math,
     {
-        turn::<L, S, D, false>(*self, x, tables, o, stream);
+        turn::<L, S, D, false>(*self, x, tables, o, stream)
     }
 
     #[inline(always)]
@@ -381,19 +382,21 @@ fn turn<L, S, D, const BACK: bool>(
     tables: [Grid<'_, L::Real>; 2],
     [o1, o_between, o2, o_behind]: [GridMut<'_, D::Number>; 4],
     stream: bool,
-) where
+) -> L
+where
     S: Access<L>,
     D: Access<L>,
     L: Math,
 {
-    if rotation.second.is_some() {
-        turn_halves::<L, S, D, BACK>(rotation.pairs, [x1, x2], tables, [o1, o2], stream);
+    let mut noted = if rotation.second.is_some() {
+        turn_halves::<L, S, D, BACK>(rotation.pairs, [x1, x2], tables, [o1, o2], stream)
     } else {
-        turn_neighbours::<L, S, D, BACK>(2 * rotation.pairs, x1, tables, o1, stream);
-    }
+        turn_neighbours::<L, S, D, BACK>(2 * rotation.pairs, x1, tables, o1, stream)
+    };
     for (x, o) in [x_between, x_behind].into_iter().zip([o_between, o_behind]) {
-        pass::<L, S, D>(x, o);
+        noted = pass::<L, S, D>(x, o, noted);
     }
+    noted
 }
 
 /// Pairs whose first and second features lie in two pieces.
@@ -404,7 +407,8 @@ fn turn_halves<L, S, D, const BACK: bool>(
     [cos, sin]: [Grid<'_, L::Real>; 2],
     [o1, o2]: [GridMut<'_, D::Number>; 2],
     stream: bool,
-) where
+) -> L
+where
     S: Access<L>,
     D: Access<L>,
     L: Math,
@@ -412,19 +416,20 @@ fn turn_halves<L, S, D, const BACK: bool>(
     let whole = S::whole(pairs);
     let [[o1, mut o1_end], [o2, mut o2_end]] = [o1.split_at(whole), o2.split_at(whole)];
     // The choice is made outside of the loop, which then needs no more registers than there are.
-    if stream && !D::REGISTERS && o1.is_aligned() && o2.is_aligned() {
-        turn_blocks::<L, S, D, BACK, true>([x1, x2], [cos, sin], [o1, o2], true);
+    let mut noted = if stream && !D::REGISTERS && o1.is_aligned() && o2.is_aligned() {
+        turn_blocks::<L, S, D, BACK, true>([x1, x2], [cos, sin], [o1, o2], true)
     } else {
-        turn_blocks::<L, S, D, BACK, false>([x1, x2], [cos, sin], [o1, o2], stream);
-    }
+        turn_blocks::<L, S, D, BACK, false>([x1, x2], [cos, sin], [o1, o2], stream)
+    };
     if whole == pairs {
-        return;
+        return noted;
     }
     let [tokens, heads] = x1.rows();
     for i in 0..tokens {
         for j in 0..heads {
             for k in (whole..pairs).step_by(L::N) {
                 let angle = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
+                noted = S::note(x2.row(i, j), k, S::note(x1.row(i, j), k, noted));
                 let x = (S::read(x1.row(i, j), k), S::read(x2.row(i, j), k));
                 let (a, b) = turned::<L, BACK>(x, angle);
                 D::write(a, o1_end.row(i, j), k - whole, false);
@@ -432,6 +437,7 @@ fn turn_halves<L, S, D, const BACK: bool>(
             }
         }
     }
+    noted
 }
 
 /// The whole blocks of pairs in two pieces.
@@ -441,13 +447,15 @@ fn turn_blocks<L, S, D, const BACK: bool, const ALIGNED: bool>(
     [cos, sin]: [Grid<'_, L::Real>; 2],
     [mut o1, mut o2]: [GridMut<'_, D::Number>; 2],
     stream: bool,
-) where
+) -> L
+where
     S: Access<L>,
     D: Access<L>,
     L: Math,
 {
+    let mut noted = L::splat(Real::of(0.0));
     if L::N != MAX_LANES {
-        return;
+        return noted;
     }
     let [tokens, heads] = x1.rows();
     // Known before the loops, so that a row has little to find out.
@@ -462,6 +470,10 @@ fn turn_blocks<L, S, D, const BACK: bool, const ALIGNED: bool>(
                 (o1.blocks(i, j), o2.blocks(i, j))
             };
             let (o1, o2) = (&mut o1[..blocks], &mut o2[..blocks]);
+            // In a loop of its own, as the other one needs all registers.
+            for k in 0..blocks {
+                noted = S::note(&b[k], 0, S::note(&a[k], 0, noted));
+            }
             for k in 0..blocks {
                 if !S::REGISTERS {
                     x1.prefetch_block::<L>(&a[k]);
@@ -474,6 +486,7 @@ fn turn_blocks<L, S, D, const BACK: bool, const ALIGNED: bool>(
             }
         }
     }
+    noted
 }
 
 /// Pairs of neighbours, in `len` features.
@@ -484,13 +497,15 @@ fn turn_neighbours<L, S, D, const BACK: bool>(
     [cos, sin]: [Grid<'_, L::Real>; 2],
     o: GridMut<'_, D::Number>,
     stream: bool,
-) where
+) -> L
+where
     S: Access<L>,
     D: Access<L>,
     L: Math,
 {
     let whole = S::whole(len);
     let [mut o, mut o_end] = o.split_at(whole);
+    let mut noted = L::splat(Real::of(0.0));
     let [tokens, heads] = x.rows();
     for i in 0..tokens {
         for j in 0..heads {
@@ -501,22 +516,25 @@ fn turn_neighbours<L, S, D, const BACK: bool>(
                 let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
                 let blocks = x.blocks(i, j).iter().zip(table).zip(o.blocks(i, j));
                 for ((x, (cos, sin)), o) in blocks {
+                    noted = S::note(x, 0, noted);
                     let angle = (L::get(cos, 0), L::get(sin, 0));
                     D::write(turned_pairs::<L, BACK>(S::read(x, 0), angle), o, 0, stream);
                 }
             }
             for k in (whole..len).step_by(L::N) {
                 let angle = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
+                noted = S::note(x.row(i, j), k, noted);
                 let turned = turned_pairs::<L, BACK>(S::read(x.row(i, j), k), angle);
                 D::write(turned, o_end.row(i, j), k - whole, false);
             }
         }
     }
+    noted
 }
 
 /// Features that pass through.
 #[inline(always)]
-fn pass<L, S, D>(x: Grid<'_, S::Number>, mut o: GridMut<'_, D::Number>)
+fn pass<L, S, D>(x: Grid<'_, S::Number>, mut o: GridMut<'_, D::Number>, mut noted: L) -> L
 where
     S: Access<L>,
     D: Access<L>,
@@ -525,16 +543,18 @@ where
     // One of the two may be scratch, with whole blocks.
     let (len, [tokens, heads]) = (x.len().min(o.len()), x.rows());
     if len == 0 {
-        return;
+        return noted;
     }
     for i in 0..tokens {
         for j in 0..heads {
             x.prefetch_next::<L>(i, j);
             for at in (0..len).step_by(L::N) {
+                noted = S::note(x.row(i, j), at, noted);
                 D::write(S::read(x.row(i, j), at), o.row(i, j), at, false);
             }
         }
     }
+    noted
 }
 
 /// Both of a block of pairs, turned or turned back.
@@ -584,6 +604,45 @@ mod tests {
         assert_eq!(at(interleaved, &[q, q]), [-2.0, 1.0, -4.0, 3.0]);
         assert_eq!(at(Rotate { pairs: Some(1), ..interleaved }, &[q]), [-2.0, 1.0, 3.0, 4.0]);
         assert_eq!(at(rotary_dim, &[q]), [-2.0, 1.0, 3.0, 4.0]);
+    }
+
+    #[test]
+    fn heads_with_the_same_frequencies() -> Result<()> {
+        let (n, h, d) = (9, 2, 20);
+        let x: Vec<f32> = (0..n * h * d).map(|i| (i % 17) as f32 - 8.0).collect();
+        let grad: Vec<f32> = (0..n * h * d).map(|i| (i % 13) as f32 - 6.0).collect();
+        let (x, grad) = (View::new(&x, &[1, n, h, d])?, View::new(&grad, &[1, n, h, d])?);
+        let one: Vec<f32> = (0..d / 2).map(|k| 0.7f32.powi(k as i32)).collect();
+        let two = [&one[..], &one[..]].concat();
+        let other: Vec<f32> = one.iter().map(|theta| 3.0 * theta).collect();
+        let mixed = [&one[..], &other[..]].concat();
+        let run = |theta: &[f32]| -> Result<(Vec<f32>, Vec<f32>, Vec<f32>)> {
+            let rows = theta.len() / (d / 2);
+            let theta = View::new(theta, &[rows, d / 2])?;
+            let o = Rotate::default().forward(x, theta)?.as_slice::<f32>()?.to_vec();
+            let (mut dx, mut dtheta) = (vec![0.0; n * h * d], vec![0.0; theta.len()]);
+            Rotate::default().backward_into(RotateBackward {
+                x: Some(x),
+                grad,
+                angles: theta.into(),
+                dx: Some(ViewMut::new(&mut dx, &[1, n, h, d])?),
+                dtheta: Some(ViewMut::new(&mut dtheta, &[rows, d / 2])?),
+            })?;
+            Ok((o, dx, dtheta))
+        };
+        let ((o, dx, _), (o2, dx2, dtheta2), (o3, dx3, dtheta3)) =
+            (run(&one)?, run(&two)?, run(&mixed)?);
+        assert_eq!((&o, &dx), (&o2, &dx2));
+        // The first head is what it is beside one with other frequencies; each has its own gradient.
+        for row in (0..n * h * d).step_by(h * d) {
+            assert_eq!(
+                (&o2[row..row + d], &dx2[row..row + d]),
+                (&o3[row..row + d], &dx3[row..row + d])
+            );
+        }
+        assert_eq!(dtheta2[..d / 2], dtheta3[..d / 2]);
+        assert_ne!(dtheta2[..d / 2], dtheta2[d / 2..]);
+        Ok(())
     }
 
     #[test]

@@ -208,6 +208,10 @@ impl<const SPLIT: bool, const STORED_BITS: u32> Lanes for Avx2<SPLIT, STORED_BIT
     fn prefetch<T>(p: *const T) {
         x86!(_mm_prefetch::<_MM_HINT_T0>(p.cast()))
     }
+    #[inline(always)]
+    fn prefetch_far<T>(p: *const T) {
+        x86!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
+    }
 }
 
 impl<const SPLIT: bool, const STORED_BITS: u32> F32Lanes for Avx2<SPLIT, STORED_BITS> {

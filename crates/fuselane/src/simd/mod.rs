@@ -118,6 +118,9 @@ pub(crate) trait Lanes: Copy {
     /// Asks for the cache line at `p`, which may be any address.
     #[inline(always)]
     fn prefetch<T>(_p: *const T) {}
+    /// [`Lanes::prefetch`] that leaves the first-level cache as it is.
+    #[inline(always)]
+    fn prefetch_far<T>(_p: *const T) {}
 }
 
 /// What the elementary functions in f32 need besides arithmetic.
@@ -357,6 +360,12 @@ pub(crate) trait Access<L: Lanes> {
     fn read(run: &[Self::Number], i: usize) -> L;
     /// Writes the block at `i` of a run; `stream` as for [`Memory::write`].
     fn write(block: L, run: &mut [Self::Number], i: usize, stream: bool);
+
+    /// [`Memory::note`] for the block at `i`, by accesses whose results are only right if it is near.
+    #[inline(always)]
+    fn note(_run: &[Self::Number], _i: usize, so_far: L) -> L {
+        so_far
+    }
 
     /// How many of `len` numbers a kernel should take in whole blocks of [`MAX_LANES`], in a loop
     /// of its own; shorter lanes take all numbers in the loop that goes to the end.
