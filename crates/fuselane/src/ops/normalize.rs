@@ -977,12 +977,22 @@ where
     T: Element,
     L: Lanes<Real = T::Real> + Memory<T>,
 {
-    match (nearly, whole) {
-        (true, true) => block.nearest().write_block::<true>(row, i, stream),
-        (true, false) => block.nearest().write_exact(row, i, stream),
-        (false, true) => block.write_block::<false>(row, i, stream),
-        (false, false) => block.write(row, i, stream),
+    let packed = packed::<L, T>(block, nearly);
+    if whole {
+        L::write_aligned(packed, row, i, stream)
+    } else {
+        L::write_end(packed, row, i, stream)
     }
+}
+
+/// A block as it is stored; see [`write_block`].
+#[inline(always)]
+fn packed<L, T>(block: L, nearly: bool) -> <L as Memory<T>>::Packed
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    if nearly { <L as Memory<T>>::nearest(block).pack_exact() } else { block.pack() }
 }
 
 /// Writes the blocks of a step, which the row is; or the first of them at `i`, up to the row's end.
@@ -998,25 +1008,14 @@ fn write_step<L, T, const K: usize>(
     T: Element,
     L: Lanes<Real = T::Real> + Memory<T>,
 {
-    match (nearly, whole) {
-        (true, true) => L::write_blocks::<K, true>(nearest::<L, T, K>(blocks), row, stream),
-        (true, false) => blocks[0].nearest().write_exact(row, i, stream),
-        (false, true) => L::write_blocks::<K, false>(blocks, row, stream),
-        (false, false) => blocks[0].write(row, i, stream),
+    let mut all = [packed::<L, T>(blocks[0], nearly); K];
+    if !whole {
+        return L::write_end(all[0], row, i, stream);
     }
-}
-
-/// [`Memory::nearest`] of each block.
-#[inline(always)]
-fn nearest<L, T, const K: usize>(mut blocks: [L; K]) -> [L; K]
-where
-    T: Element,
-    L: Lanes<Real = T::Real> + Memory<T>,
-{
-    for block in &mut blocks {
-        *block = block.nearest();
+    for k in 1..K {
+        all[k] = packed::<L, T>(blocks[k], nearly);
     }
-    blocks
+    L::write_packed(all, row, 0, stream);
 }
 
 /// The block at `i` of a row of length `len`, with zeros past its end.

@@ -274,48 +274,19 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
         Self::write_end(self.pack_exact(), row, i, stream);
     }
 
-    /// [`Memory::write_whole`] at the start of a block, for rows of which several blocks are written:
-    /// one look at the row's address does for all of them. With `EXACT`, as
-    /// [`Memory::write_exact_whole`].
+    /// Writes the block at `i`, a multiple of a block, of a row that has to hold it; `stream` as for
+    /// [`Memory::write`]. The look at the address is one at the row's, which a loop takes once.
     #[inline(always)]
-    fn write_block<const EXACT: bool>(self, row: &mut [T], i: usize, stream: bool) {
+    fn write_aligned(packed: Self::Packed, row: &mut [T], i: usize, stream: bool) {
         assert!(i + Self::N <= row.len() && i.is_multiple_of(Self::N));
         let streams = streams(row.as_mut_ptr(), stream);
-        // SAFETY: just checked. A block's size is a multiple of the alignment wherever `stream` asks
-        // for one.
+        // SAFETY: just checked; so is the alignment, as a block is a multiple of it.
         unsafe {
             let p = row.as_mut_ptr().add(i);
-            match (streams, EXACT) {
-                (true, false) => self.stream(p),
-                (false, false) => self.store(p),
-                (true, true) => self.stream_exact(p),
-                (false, true) => self.store_exact(p),
-            }
-        }
-    }
-
-    /// Writes blocks that fill a row; `stream` as for [`Memory::write`]. One look at the address
-    /// does for all of them. With `EXACT`, as [`Memory::write_exact`].
-    #[inline(always)]
-    fn write_blocks<const K: usize, const EXACT: bool>(
-        blocks: [Self; K],
-        row: &mut [T],
-        stream: bool,
-    ) {
-        assert!(K * Self::N == row.len());
-        let p = row.as_mut_ptr();
-        let streams = streams(p, stream);
-        for (k, block) in blocks.into_iter().enumerate() {
-            // SAFETY: the row holds the `K` blocks. A block's size is a multiple of the alignment
-            // wherever `stream` asks for one.
-            unsafe {
-                let p = p.add(k * Self::N);
-                match (streams, EXACT) {
-                    (true, false) => block.stream(p),
-                    (false, false) => block.store(p),
-                    (true, true) => block.stream_exact(p),
-                    (false, true) => block.store_exact(p),
-                }
+            if streams && (Self::N * size_of::<T>()).is_multiple_of(STREAM_ALIGN) {
+                Self::put_past_caches(packed, p);
+            } else {
+                Self::put(packed, p);
             }
         }
     }
