@@ -1365,11 +1365,15 @@ where
         let gates = chunk.registers::<L>(group.gates, chunk.kept, unfused);
         let kept = chunk.registers_mut::<L>(group.p, chunk.kept, with.keeps_p());
         let zero = L::splat(Real::of(0.0));
+        // Each pass asks for some of the next row, so that memory is busy in both.
+        let next = group.x.len();
         // Four sums; or one, as the short form needs the registers, and time enough for it to wait.
         let (mut a, mut b, mut c, mut d, mut one, mut noted) = (zero, zero, zero, zero, zero, zero);
         blocks!(L in chunk.len, read [x, residual, gate, gates], write [sum, kept],
             (i, whole, total of [a, b, c, d]) => {
             let total = if fused { &mut one } else { total };
+            prefetch::<L, T>(residual, i, next);
+            prefetch::<L, T>(gate, i, next);
             let x: L = read(x, i, whole);
             let s = match with.added {
                 Added::Nothing => x,
@@ -1449,8 +1453,7 @@ where
         let post = with.gate == Some(GatePosition::Post);
         let (fused, unfused) = (post && with.fused.is_some(), post && with.fused.is_none());
         let (x, o) = (chunk.of(group.x, true), chunk.of_mut(group.o, true));
-        let residual = chunk.of(group.residual, with.added == Added::Input);
-        let gate = chunk.of(group.gate, with.gate.is_some());
+        let gate = chunk.of(group.gate, with.gate.is_some() && (post || with.fused.is_none()));
         let kept = chunk.registers::<L>(group.p, chunk.kept, with.keeps_p());
         let gates = chunk.registers::<L>(group.gates, chunk.kept, unfused);
         let factor = chunk.registers::<L>(group.factor, chunk.start, true);
@@ -1458,10 +1461,9 @@ where
         let next = group.x.len();
         let mut noted = L::splat(Real::of(0.0));
         let (mut a, mut b) = (noted, noted);
-        blocks!(L in chunk.len, read [x, residual, gate, kept, gates, factor, bias], write [o],
+        blocks!(L in chunk.len, read [x, gate, kept, gates, factor, bias], write [o],
             (i, whole, y of [a, b]) => {
             prefetch::<L, T>(x, i, next);
-            prefetch::<L, T>(residual, i, next);
             prefetch::<L, T>(gate, i, next);
             let p: L = if with.keeps_p() { L::get(kept, i) } else { read(x, i, whole) };
             let q = if with.center { p.sub(near).sub(rest) } else { p };
@@ -1947,11 +1949,12 @@ where
         let gate = chunk.of(group.gate, with.fused.is_some());
         let gates = chunk.registers_mut::<L>(group.gates, chunk.kept, with.gate.is_some());
         // As in `First`.
-        let fused = with.fused.is_some();
+        let (fused, next) = (with.fused.is_some(), group.x.len());
         let (mut qs, mut drs, mut a, mut b, mut one, mut noted) =
             (zero, zero, zero, zero, zero, zero);
         blocks!(L in chunk.len, read [grad, x, residual, factor, gate], write [gates],
             (i, whole, qdrs of [a, b]) => {
+            prefetch::<L, T>(gate, i, next);
             let value = match (with.gate, with.fused) {
                 (None, _) => zero,
                 (_, None) => L::get(gates, i),
@@ -2024,7 +2027,9 @@ where
             prefetch::<L, T>(x, i, next);
             prefetch::<L, T>(grad, i, next);
             prefetch::<L, T>(residual, i, next);
-            prefetch::<L, T>(gate, i, next);
+            if !fused {
+                prefetch::<L, T>(gate, i, next);
+            }
             let kept = if with.gate.is_some() { L::get(gates, i) } else { zero };
             let parts = Fused::new(kept);
             let value = match with.fused {
