@@ -26,7 +26,7 @@ fn main() -> ExitCode {
             return ExitCode::SUCCESS;
         }
         Command::Test { large } => steps::test(large),
-        Command::TestGpu { run, compile } => Ok(steps::test_gpu(run, compile)),
+        Command::TestGpu { run, compile } => steps::test_gpu(run, compile),
         Command::Wheel => Ok(steps::wheel()),
         Command::Ci => steps::ci(),
     };

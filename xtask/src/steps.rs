@@ -133,7 +133,7 @@ const INSTALL_BROWSER: &str = "\
 
 /// The steps of `cargo xtask test`.
 pub(crate) fn test(large: bool) -> std::io::Result<Vec<Step>> {
-    let examples = examples(&root().join("crates/fuselane/examples"))?;
+    let examples = names(&root().join("crates/fuselane/examples"))?;
     Ok(test_steps(&examples, large))
 }
 
@@ -159,44 +159,37 @@ pub(crate) fn ci() -> std::io::Result<Vec<Step>> {
         },
     ];
     steps.extend(test(false)?);
-    steps.extend(test_gpu(true, true));
+    steps.extend(test_gpu(true, true)?);
     Ok(steps)
 }
 
+/// The GPU crate and the program with it. All steps name both, so that the libraries are compiled
+/// once: their features depend on who asks for them.
+const GPU: &str = "--release --package fuselane-gpu --package fuselane-bench \
+    --features fuselane-bench/wgpu,fuselane-bench/gpu-sources";
+
 /// The steps of `cargo xtask test --gpu` and of `--cuda-compile`.
-///
-/// They have the same features, so that the libraries are compiled once.
-pub(crate) fn test_gpu(run: bool, compile: bool) -> Vec<Step> {
+pub(crate) fn test_gpu(run: bool, compile: bool) -> std::io::Result<Vec<Step>> {
     let mut steps = Vec::new();
     if run {
+        let files = names(&root().join("crates/fuselane-gpu/tests"))?;
+        let files = files.iter().filter(|&name| name != CUDA);
+        let files: String = files.map(|name| format!(" --test {name}")).collect();
         steps.push(Step::here(
             "Vulkan driver",
             gpu::install_driver,
             "apt-get install mesa-vulkan-drivers libvulkan1",
         ));
-        steps.push(Step::gpu(
-            "GPU clippy",
-            "clippy --release --package fuselane-gpu --package fuselane-bench --all-targets \
-             --features fuselane-bench/wgpu,fuselane-bench/gpu-sources \
-             -- -D warnings",
-        ));
+        steps.push(Step::gpu("GPU clippy", &format!("clippy {GPU} --all-targets -- -D warnings")));
         steps.push(Step {
             environment: Some(("RUSTDOCFLAGS", "-D warnings")),
-            ..Step::gpu(
-                "GPU documentation",
-                "doc --release --package fuselane-gpu --no-deps --features wgpu,check,sources",
-            )
+            ..Step::gpu("GPU documentation", &format!("doc {GPU} --no-deps"))
         });
-        steps.push(Step::gpu(
-            "GPU tests",
-            "test --release --package fuselane-gpu --features wgpu,check,sources --no-fail-fast",
-        ));
+        steps.push(Step::gpu("GPU tests", &format!("test {GPU} --no-fail-fast --lib{files}")));
+        steps.push(Step::gpu("GPU examples", &format!("test {GPU} --doc")));
         // One at a time: memory is counted for the whole device.
-        steps.push(Step::gpu(
-            "GPU benchmarks",
-            "test --release --package fuselane-bench --bin fuselane --test program \
-             --features gpu-sources,wgpu --no-fail-fast -- gpu --test-threads=1",
-        ));
+        let program = format!("test {GPU} --no-fail-fast --bin fuselane --test program");
+        steps.push(Step::gpu("GPU benchmarks", &format!("{program} -- gpu --test-threads=1")));
     }
     if compile {
         steps.push(Step::here(
@@ -206,20 +199,16 @@ pub(crate) fn test_gpu(run: bool, compile: bool) -> Vec<Step> {
         ));
         steps.push(Step {
             program: Program::GpuCargo { nvrtc: true },
-            ..Step::new(
-                "CUDA kernels",
-                "test --release --package fuselane-gpu --features wgpu,check,sources --test cuda \
-                 -- --nocapture",
-            )
+            ..Step::new("CUDA kernels", &format!("test {GPU} --test {CUDA} -- --nocapture"))
         });
-        steps.push(Step::gpu(
-            "fuselane kernels",
-            "test --release --package fuselane-bench --test program \
-             --features gpu-sources,wgpu -- kernels",
-        ));
+        let program = format!("test {GPU} --test program -- kernels");
+        steps.push(Step::gpu("fuselane kernels", &program));
     }
-    steps
+    Ok(steps)
 }
+
+/// The test that needs NVIDIA's compiler and no GPU.
+const CUDA: &str = "cuda";
 
 fn test_steps(examples: &[String], large: bool) -> Vec<Step> {
     // The feature `candle` is left out: it would double the build.
@@ -285,8 +274,8 @@ fn python_package_steps() -> Vec<Step> {
     steps
 }
 
-/// The names of the examples in a folder, which need not exist, in order.
-fn examples(folder: &Path) -> std::io::Result<Vec<String>> {
+/// The names of the Rust files in a folder, which need not exist, in order.
+fn names(folder: &Path) -> std::io::Result<Vec<String>> {
     let mut names = Vec::new();
     if folder.is_dir() {
         for entry in std::fs::read_dir(folder)? {
@@ -360,7 +349,7 @@ mod tests {
     #[test]
     fn ci_denies_warnings_and_ends_with_the_tests() {
         let (ci, mut test) = (ci().unwrap(), test(false).unwrap());
-        test.extend(test_gpu(true, true));
+        test.extend(test_gpu(true, true).unwrap());
         let lines = |steps: &[Step]| steps.iter().map(Step::line).collect::<Vec<_>>();
         assert!(lines(&ci).ends_with(&lines(&test)));
         assert!(lines(&ci)[2].starts_with("RUSTDOCFLAGS=\"-D warnings\" cargo doc"));
@@ -408,7 +397,7 @@ mod tests {
 
     #[test]
     fn examples_may_be_missing() {
-        assert!(examples(&root().join("no such folder")).unwrap().is_empty());
+        assert!(names(&root().join("no such folder")).unwrap().is_empty());
     }
 
     #[test]
