@@ -38,7 +38,7 @@ pub(crate) fn install_driver() -> Result<(), String> {
         let files = std::fs::read_dir(folder).into_iter().flatten().flatten();
         files.into_iter().any(|file| file.path().extension().is_some_and(|e| e == "json"))
     };
-    if !cfg!(target_os = "linux") || DRIVERS.iter().any(|folder| is_there(folder)) {
+    if !cfg!(target_os = "linux") || DRIVERS.iter().any(is_there) {
         eprintln!("there already");
         return Ok(());
     }
