@@ -30,9 +30,10 @@
 //!
 //! What holds for all operators: arithmetic is in f32 (f64 for f64), and each output is rounded
 //! once; results have the same bits for any number of threads and do not depend on the other rows
-//! of a call; inputs are never written, and nothing is copied behind your back. Work runs on the
-//! current `rayon` pool, or where [`with_executor`] says. [`mod@reference`] has each operator again in plain f64, as the truth that
-//! tests compare with.
+//! of a call; inputs are never written, and nothing is copied behind your back. Large
+//! calls run on as many threads as `rayon`'s global pool has, the calling one among them; in a
+//! `rayon` pool, where the caller has entered one; or where [`with_executor`] says.
+//! [`mod@reference`] has each operator again in plain f64, as the truth that tests compare with.
 
 mod dtype;
 mod error;
