@@ -13,7 +13,7 @@ const ARCHITECTURES: [&str; 2] = ["sm_80", "sm_90a"];
 
 /// Bytes that a thread may write to local memory and read back, all together. The compiler leaves a
 /// few in some kernels that are far from the most registers that they could have.
-const FEW: u32 = 32;
+const FEW: u32 = 52;
 
 /// Kernels that go number by number whatever the sizes: copies that change dtype and strides, and
 /// the last steps of sums, over little memory.
