@@ -25,6 +25,10 @@ const MIB: f64 = (1 << 20) as f64;
 /// A worker that has crashed or hung this often is not started again.
 const DEATHS: usize = 3;
 
+/// Before each turn: threads of another provider may look out for their next call for some
+/// milliseconds (OpenMP's do) before they leave the CPU to others.
+const PAUSE: Duration = Duration::from_millis(10);
+
 /// How much is measured.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Effort {
@@ -310,14 +314,14 @@ impl<'a> Sweep<'a> {
         states: &mut BTreeMap<&str, State>,
     ) -> Result<(), Stop> {
         let (least, most) = self.effort.rounds;
-        let start = Instant::now();
+        let (start, mut paused) = (Instant::now(), Duration::ZERO);
         for round in 0..=most {
             if round > least {
                 let stable = states.values().all(|state| match state {
                     State::Ready { ns, .. } => Spread::of(ns).is_some_and(|s| s.width() < 0.05),
                     State::Out { .. } => true,
                 });
-                if stable || start.elapsed() > self.effort.time {
+                if stable || start.elapsed().saturating_sub(paused) > self.effort.time {
                     break;
                 }
             }
@@ -338,6 +342,8 @@ impl<'a> Sweep<'a> {
                     settle: !first && *estimate < 20e6,
                 };
                 let threads = self.threads;
+                std::thread::sleep(PAUSE);
+                paused += PAUSE;
                 let note = match self.ask(peer, alloc, threads, false, &request)? {
                     Ok(Reply::Times { ns: times }) => {
                         let times: Vec<f64> = times.iter().map(|&ns| ns as f64).collect();
