@@ -13,7 +13,10 @@ const ARCHITECTURES: [&str; 2] = ["sm_80", "sm_90a"];
 
 /// Bytes that a thread may write to local memory and read back, all together. The compiler leaves a
 /// few in some kernels that are far from the most registers that they could have.
-const FEW: u32 = 52;
+const FEW: u32 = 32;
+
+/// The same for the gradient of theta, which holds the most numbers.
+const FEW_OF_THETA: u32 = 52;
 
 /// Kernels that go number by number whatever the sizes: copies that change dtype and strides, and
 /// the last steps of sums, over little memory.
@@ -116,7 +119,9 @@ fn cuda_takes_every_kernel_and_spills_next_to_nothing() {
                 Ok(kernel) => {
                     let spills = kernel.spill_stores + kernel.spill_loads;
                     spilling += u32::from(spills > 0);
-                    if spills > FEW || (spills == 0 && kernel.stack > 0) {
+                    let theta = source.name.starts_with("angle_gradients-");
+                    let few = if theta { FEW_OF_THETA } else { FEW };
+                    if spills > few || (spills == 0 && kernel.stack > 0) {
                         fault(format!("{spills} bytes spilled, {} of stack", kernel.stack));
                     }
                     if source.wide && !scalar && kernel.widest_load < 128 {
@@ -128,6 +133,6 @@ fn cuda_takes_every_kernel_and_spills_next_to_nothing() {
     }
     let (major, minor) = compiler.version();
     println!("NVRTC {major}.{minor}\n{}", nvrtc::table(&sources, &ARCHITECTURES, &results));
-    println!("{spilling} of {} spill up to {FEW} bytes", sources.len() * ARCHITECTURES.len());
+    println!("{spilling} of {} spill a few bytes", sources.len() * ARCHITECTURES.len());
     assert!(faults.is_empty(), "{} faults:\n{}", faults.len(), faults.join("\n"));
 }
