@@ -312,6 +312,12 @@ pub(crate) fn team(device: &Device, vectors: usize, numbers: usize) -> (Team, us
     (Team { units, rows, plane, sync }, kept)
 }
 
+/// The units of a cube, where units hold many numbers for long: a plane of NVIDIA's. For larger
+/// cubes its compiler keeps to fewer registers, so that more of them fit a multiprocessor, and
+/// spills a few. As many cubes of this size as a multiprocessor may have fill half of it, which is
+/// enough for loads of 128 bits.
+pub(crate) const FULL_CUBE: u32 = 32;
+
 /// The cubes of a launch.
 pub(crate) struct Grid {
     pub(crate) count: CubeCount,
@@ -329,6 +335,18 @@ impl Grid {
     ) -> Result<Self> {
         const CUBE: u32 = 128;
         let cube = CUBE.min(device.units());
+        let dim = CubeDim::new_1d(cube);
+        Self::new(operator, device, units.div_ceil(cube as usize), dim, numbers)
+    }
+
+    /// Cubes for units that hold many numbers for long.
+    pub(crate) fn of_full_units(
+        operator: &'static str,
+        device: &Device,
+        units: usize,
+        numbers: usize,
+    ) -> Result<Self> {
+        let cube = FULL_CUBE.min(device.units());
         let dim = CubeDim::new_1d(cube);
         Self::new(operator, device, units.div_ceil(cube as usize), dim, numbers)
     }

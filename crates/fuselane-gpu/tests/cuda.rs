@@ -1,6 +1,5 @@
 //! The kernels in the languages of GPUs, of which none is needed here: every one of them can be
-//! written in each language, and NVIDIA's compiler takes them and keeps them in registers, but for
-//! a few bytes.
+//! written in each language, and NVIDIA's compiler takes them and keeps them in registers.
 //!
 //! The compiler is loaded as `nvrtc::Nvrtc::load` says; `cargo xtask test --cuda-compile` installs
 //! it. Without it, and without the variable `FUSELANE_NVRTC`, its test says so and passes.
@@ -10,13 +9,6 @@ use std::collections::HashSet;
 use fuselane_gpu::sources::{Language, Source, nvrtc, sources};
 
 const ARCHITECTURES: [&str; 2] = ["sm_80", "sm_90a"];
-
-/// Bytes that a thread may write to local memory and read back, all together. The compiler leaves a
-/// few in some kernels that are far from the most registers that they could have.
-const FEW: u32 = 32;
-
-/// The same for the gradient of theta, which holds the most numbers.
-const FEW_OF_THETA: u32 = 52;
 
 /// Kernels that go number by number whatever the sizes: copies that change dtype and strides, and
 /// the last steps of sums, over little memory.
@@ -95,7 +87,7 @@ fn every_language_has_every_kernel() {
 }
 
 #[test]
-fn cuda_takes_every_kernel_and_spills_next_to_nothing() {
+fn cuda_takes_every_kernel_and_spills_nothing() {
     let compiler = match nvrtc::Nvrtc::load() {
         Ok(compiler) => compiler,
         Err(fault) if std::env::var_os(nvrtc::VARIABLE).is_none() => {
@@ -107,7 +99,7 @@ fn cuda_takes_every_kernel_and_spills_next_to_nothing() {
     let sources = all(Language::Cuda);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let results = compiler.compile_all(&sources, &ARCHITECTURES, threads);
-    let (mut faults, mut spilling) = (Vec::new(), 0);
+    let mut faults = Vec::new();
     for (source, results) in sources.iter().zip(&results) {
         let scalar = SCALAR.iter().any(|name| source.name.split('-').next() == Some(name));
         for (architecture, result) in ARCHITECTURES.iter().zip(results) {
@@ -118,10 +110,7 @@ fn cuda_takes_every_kernel_and_spills_next_to_nothing() {
                 Err(error) => fault(error.to_string()),
                 Ok(kernel) => {
                     let spills = kernel.spill_stores + kernel.spill_loads;
-                    spilling += u32::from(spills > 0);
-                    let theta = source.name.starts_with("angle_gradients-");
-                    let few = if theta { FEW_OF_THETA } else { FEW };
-                    if spills > few || (spills == 0 && kernel.stack > 0) {
+                    if spills > 0 || kernel.stack > 0 {
                         fault(format!("{spills} bytes spilled, {} of stack", kernel.stack));
                     }
                     if source.wide && !scalar && kernel.widest_load < 128 {
@@ -133,6 +122,5 @@ fn cuda_takes_every_kernel_and_spills_next_to_nothing() {
     }
     let (major, minor) = compiler.version();
     println!("NVRTC {major}.{minor}\n{}", nvrtc::table(&sources, &ARCHITECTURES, &results));
-    println!("{spilling} of {} spill a few bytes", sources.len() * ARCHITECTURES.len());
     assert!(faults.is_empty(), "{} faults:\n{}", faults.len(), faults.join("\n"));
 }

@@ -227,40 +227,37 @@ const TWO_OVER_PI: [u32; 6] =
 pub(crate) fn sin_cos(angle: f32) -> SinCos {
     let bits = u32::reinterpret(angle);
     let magnitude = bits & 0x7fff_ffffu32;
-    let mut left = f32::reinterpret(magnitude);
-    let mut quarter = 0u32;
-    if magnitude >= 0x3f40_0000u32 {
-        let mantissa = (magnitude & 0x007f_ffffu32) | 0x0080_0000u32;
-        // e + 7: the bits that count begin here, after 32 zeros that stand before the point.
-        let from = (magnitude >> 23) - 120u32;
-        let mut first = 0u32;
-        let mut second = comptime!(TWO_OVER_PI[0]).runtime();
-        let mut third = comptime!(TWO_OVER_PI[1]).runtime();
-        // Only angles of 2^25 and more.
-        if from >= 32u32 {
-            first = comptime!(TWO_OVER_PI[0]).runtime();
-            second = comptime!(TWO_OVER_PI[1]).runtime();
-            third = comptime!(TWO_OVER_PI[2]).runtime();
-            #[unroll]
-            for k in 2..5usize {
-                if from >= comptime!(32 * k as u32) {
-                    first = comptime!(TWO_OVER_PI[k - 1]).runtime();
-                    second = comptime!(TWO_OVER_PI[k]).runtime();
-                    third = comptime!(TWO_OVER_PI[k + 1]).runtime();
-                }
+    let mantissa = (magnitude & 0x007f_ffffu32) | 0x0080_0000u32;
+    let reduced = magnitude >= 0x3f40_0000u32;
+    // e + 7: the bits that count begin here, after 32 zeros that stand before the point.
+    let from = select(reduced, (magnitude >> 23) - 120u32, 0u32);
+    let mut first = 0u32;
+    let mut second = comptime!(TWO_OVER_PI[0]).runtime();
+    let mut third = comptime!(TWO_OVER_PI[1]).runtime();
+    // Only angles of 2^25 and more.
+    if from >= 32u32 {
+        first = comptime!(TWO_OVER_PI[0]).runtime();
+        second = comptime!(TWO_OVER_PI[1]).runtime();
+        third = comptime!(TWO_OVER_PI[2]).runtime();
+        #[unroll]
+        for k in 2..5usize {
+            if from >= comptime!(32 * k as u32) {
+                first = comptime!(TWO_OVER_PI[k - 1]).runtime();
+                second = comptime!(TWO_OVER_PI[k]).runtime();
+                third = comptime!(TWO_OVER_PI[k + 1]).runtime();
             }
         }
-        let shift = from & 31u32;
-        if shift > 0u32 {
-            first = (first << shift) | (second >> (32u32 - shift));
-            second = (second << shift) | (third >> (32u32 - shift));
-        }
-        let turned = mantissa * first + mantissa.mul_hi(second);
-        quarter = (turned + 0x2000_0000u32) >> 30u32;
-        let rest = i32::reinterpret(turned - (quarter << 30u32));
-        // pi / 2 by 2^30.
-        left = f32::cast_from(rest) * 1.462_918_1e-9f32;
     }
+    // In two steps, as a shift by 32 means nothing.
+    let shift = from & 31u32;
+    first = (first << shift) | ((second >> 1u32) >> (31u32 - shift));
+    second = (second << shift) | ((third >> 1u32) >> (31u32 - shift));
+    let turned = mantissa * first + mantissa.mul_hi(second);
+    let quarter = select(reduced, (turned + 0x2000_0000u32) >> 30u32, 0u32);
+    let rest = i32::reinterpret(turned - (quarter << 30u32));
+    // pi / 2 by 2^30.
+    let left =
+        select(reduced, f32::cast_from(rest) * 1.462_918_1e-9f32, f32::reinterpret(magnitude));
     let square = left * left;
     let mut sine = -0.000_194_841_46f32 * square + 0.008_331_925f32;
     sine = sine * square - 0.166_666_51f32;

@@ -18,8 +18,8 @@ use crate::kernel::reduce::{Fold, Team, over_lanes, over_units};
 use crate::kernel::storage::{Format, Place, load, row_start, store};
 use crate::kernel::sums::sum_partials;
 use crate::launch::{
-    Grid, Rows, Storage, buffer, check_buffers, largest, launch, one_device, result_like, team,
-    unused, with_words,
+    FULL_CUBE, Grid, Rows, Storage, buffer, check_buffers, largest, launch, one_device,
+    result_like, team, unused, with_words,
 };
 use crate::tensor::Tensor;
 
@@ -196,7 +196,6 @@ fn normalize_forward<E: Numeric, P: Size, N: Size>(
     let group = number % groups;
     let first = group * vectors;
     let x_at = row_start(x_place, shape, row) + first;
-    let o_at = row_start(o_place, shape, row) + first;
     let mut residual_at = 0usize;
     if comptime!(kind.inputs.residual) {
         residual_at = row_start(residual_place, shape, row) + first;
@@ -314,6 +313,7 @@ fn normalize_forward<E: Numeric, P: Size, N: Size>(
             mean[row_start(mean_place, shape, row) + group] = near + rest;
         }
     }
+    let o_at = row_start(o_place, shape, row) + first;
     if comptime!(kept > 0) {
         #[unroll]
         for i in 0..kept {
@@ -498,6 +498,7 @@ fn gradients_of<E: Numeric, P: Size, N: Size>(
         r -= Vector::<f32, N>::new(statistics.rest);
     }
     r *= rstd;
+    let of_weight = grad1 * r * Vector::<f32, N>::new(scale);
     let factor = factor_at::<N>(weight, feature, scale, inputs.weight);
     let mut dr = grad1 * factor;
     if comptime!(kind.inputs.center) {
@@ -531,7 +532,7 @@ fn gradients_of<E: Numeric, P: Size, N: Size>(
         let gradient = math::pull_back::<N>(gate, dvalue, inputs.act, inputs.short);
         store::<E, P, N>(dgate, dgate_at, gradient, format);
     }
-    (grad1 * r * Vector::<f32, N>::new(scale), grad1)
+    (of_weight, grad1)
 }
 
 /// The sum of a register over the rows of a team, by the units of its first row, into row `at` of
@@ -638,10 +639,6 @@ fn normalize_backward<E: Numeric, P: Size, N: Size>(
         let x_at = row_start(x_place, shape, row) + first;
         let residual_at = start_if(residual_place, shape, row, first, inputs.residual);
         let gate_at = start_if(gate_place, shape, row, first, gated);
-        let grad_sum_at = start_if(grad_sum_place, shape, row, first, kind.grad_sum);
-        let dx_at = start_if(dx_place, shape, row, first, kind.dx);
-        let dresidual_at = start_if(dresidual_place, shape, row, first, kind.dresidual);
-        let dgate_at = start_if(dgate_place, shape, row, first, kind.dgate);
         let inverse = rstd[row_start(rstd_place, shape, row) + group];
         let mut near = 0.0f32;
         if comptime!(kind.inputs.center) {
@@ -678,40 +675,33 @@ fn normalize_backward<E: Numeric, P: Size, N: Size>(
                 }
             }
         } else if comptime!(kind.needs_sums()) {
-            let mut recent_qs = zero;
-            let mut recent_drs = zero;
-            let mut recent = zero;
-            let mut i = 0usize;
             let mut column = unit;
             while column < end {
-                let s = sum_at::<E, P, N>(x, residual, x_at + column, residual_at + column, inputs);
-                let g = load::<E, P, N>(grad, grad_at + column, format);
-                let z = load_if::<E, P, N>(gate, gate_at + column, gated, format);
-                let value = gate_value::<N>(z, inputs);
-                let (q, grad1) = q_and_grad::<N>(s, g, value, near, inputs);
-                let dr = grad1 * factor_at::<N>(weight, first + column, scale, inputs.weight);
-                recent += q * dr;
-                if comptime!(kind.inputs.center) {
-                    recent_qs += q;
-                    recent_drs += dr;
-                }
-                i += 1usize;
-                if i == CHUNK {
-                    i = 0usize;
-                    products += recent;
-                    recent = zero;
+                let mut recent_qs = zero;
+                let mut recent_drs = zero;
+                let mut recent = zero;
+                let chunk_end = end.min(column + CHUNK * units);
+                while column < chunk_end {
+                    let s =
+                        sum_at::<E, P, N>(x, residual, x_at + column, residual_at + column, inputs);
+                    let g = load::<E, P, N>(grad, grad_at + column, format);
+                    let z = load_if::<E, P, N>(gate, gate_at + column, gated, format);
+                    let value = gate_value::<N>(z, inputs);
+                    let (q, grad1) = q_and_grad::<N>(s, g, value, near, inputs);
+                    let dr = grad1 * factor_at::<N>(weight, first + column, scale, inputs.weight);
+                    recent += q * dr;
                     if comptime!(kind.inputs.center) {
-                        qs += recent_qs;
-                        drs += recent_drs;
-                        recent_qs = zero;
-                        recent_drs = zero;
+                        recent_qs += q;
+                        recent_drs += dr;
                     }
+                    column += units;
                 }
-                column += units;
+                products += recent;
+                if comptime!(kind.inputs.center) {
+                    qs += recent_qs;
+                    drs += recent_drs;
+                }
             }
-            products += recent;
-            qs += recent_qs;
-            drs += recent_drs;
         }
         let mut rest = 0.0f32;
         let mut sum_dr = 0.0f32;
@@ -727,6 +717,10 @@ fn normalize_backward<E: Numeric, P: Size, N: Size>(
             mean_rdr = (product - rest * sum_dr) * inverse / len;
         }
         let statistics = Statistics { rstd: inverse, near, rest, mean_dr: sum_dr / len, mean_rdr };
+        let grad_sum_at = start_if(grad_sum_place, shape, row, first, kind.grad_sum);
+        let dx_at = start_if(dx_place, shape, row, first, kind.dx);
+        let dresidual_at = start_if(dresidual_place, shape, row, first, kind.dresidual);
+        let dgate_at = start_if(dgate_place, shape, row, first, kind.dgate);
 
         if comptime!(kept > 0) {
             #[unroll]
@@ -1252,9 +1246,9 @@ struct Backward<'a> {
 /// register sums so few rows that its error stays small.
 fn steps(rows: usize, team: Team) -> usize {
     const ROWS: usize = 16;
-    const BLOCKS: usize = 512;
     const STEPS: usize = 128;
-    let blocks = (rows / ROWS).clamp(1, BLOCKS);
+    let most = if team.units * team.rows <= FULL_CUBE { 2048 } else { 512 };
+    let blocks = (rows / ROWS).clamp(1, most);
     rows.div_ceil(blocks * team.rows as usize).clamp(1, STEPS)
 }
 
@@ -1301,7 +1295,10 @@ fn run_backward(
         .map(usize::from)
         .iter()
         .sum::<usize>();
-    let (team, kept) = team(device, vectors, n * held);
+    let (mut team, kept) = team(device, vectors, n * held);
+    if team.units <= FULL_CUBE && (dweight.is_some() || dbias.is_some()) {
+        team.rows = FULL_CUBE / team.units;
+    }
     let kind = BackwardKind {
         inputs: Inputs::new(options, storage, [residual, gate, weight, bias]),
         grad_sum: grad_sum.is_some(),

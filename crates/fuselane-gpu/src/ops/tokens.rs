@@ -108,17 +108,33 @@ struct Spot {
     token: usize,
     head: usize,
     slot: usize,
+    /// Whether the slot turns. Where a kernel has asked before, this is a constant, and what a slot
+    /// of the other kind needs takes no registers.
+    turns: bool,
 }
 
 /// The spot of a slot of row number `row`, of rows counted over chunks of the batch, too.
 #[cube]
 fn spot(sizes: &Sizes, row: usize, slot: usize, #[comptime] form: Form) -> Spot {
     let row = row % (sizes.tokens * sizes.heads);
+    let turns = slot < sizes.turning;
     if comptime!(form.heads_inside) {
-        Spot { token: row / sizes.heads, head: row % sizes.heads, slot }
+        Spot { token: row / sizes.heads, head: row % sizes.heads, slot, turns }
     } else {
-        Spot { token: row % sizes.tokens, head: row / sizes.tokens, slot }
+        Spot { token: row % sizes.tokens, head: row / sizes.tokens, slot, turns }
     }
+}
+
+/// Another slot of the same token and head.
+#[cube]
+fn at_slot(spot: &Spot, sizes: &Sizes, slot: usize) -> Spot {
+    Spot { token: spot.token, head: spot.head, slot, turns: slot < sizes.turning }
+}
+
+/// The same spot, where it is known whether it turns.
+#[cube]
+fn known(spot: &Spot, #[comptime] turns: bool) -> Spot {
+    Spot { token: spot.token, head: spot.head, slot: spot.slot, turns: turns.runtime() }
 }
 
 /// The rows of all chunks of the batch.
@@ -162,13 +178,14 @@ fn load_slot<E: Numeric, P: Size, N: Size>(
     row: &[Vector<E, P>],
     start: usize,
     sizes: &Sizes,
-    slot: usize,
+    spot: &Spot,
     #[comptime] slots: Slots,
     #[comptime] format: Format,
 ) -> Pair<N> {
+    let slot = spot.slot;
     let mut a = Vector::<f32, N>::new(0.0f32);
     let mut b = Vector::<f32, N>::new(0.0f32);
-    if slot < sizes.turning {
+    if spot.turns {
         match comptime!(slots) {
             Slots::Split => {
                 a = load::<E, P, N>(row, start + slot, format);
@@ -203,12 +220,13 @@ fn store_slot<E: Numeric, P: Size, N: Size>(
     row: &mut [Vector<E, P>],
     start: usize,
     sizes: &Sizes,
-    slot: usize,
+    spot: &Spot,
     pair: &Pair<N>,
     #[comptime] slots: Slots,
     #[comptime] format: Format,
 ) {
-    if slot < sizes.turning {
+    let slot = spot.slot;
+    if spot.turns {
         match comptime!(slots) {
             Slots::Split => {
                 store::<E, P, N>(row, start + slot, pair.a, format);
@@ -250,14 +268,13 @@ fn slot_turn<N: Size>(
     sines: &[f32],
     coordinates: &[f32],
     angle_place: &AnglePlace,
-    sizes: &Sizes,
     batch: usize,
     spot: &Spot,
     #[comptime] form: Form,
 ) -> Turn<N> {
     let mut cos = Vector::<f32, N>::new(1.0f32);
     let mut sin = Vector::<f32, N>::new(0.0f32);
-    if spot.slot < sizes.turning {
+    if spot.turns {
         let turned = turn::<N>(
             theta,
             sines,
@@ -298,12 +315,11 @@ fn decoded<N: Size>(grad: &Pair<N>, turn: &Turn<N>, #[comptime] form: Form) -> P
     }
 }
 
-/// exp(x - max) of each number, by the inverse of its sum.
+/// exp(x - max) of each number.
 #[cube]
-fn soft<N: Size>(
+fn powers_below<N: Size>(
     x: Vector<f32, N>,
     max: Vector<f32, N>,
-    inverse: Vector<f32, N>,
     #[comptime] short: bool,
 ) -> Vector<f32, N> {
     let mut y = Vector::<f32, N>::new(0.0f32);
@@ -311,7 +327,7 @@ fn soft<N: Size>(
     for i in 0..N::value() {
         y.insert(i, math::exp_of(x.extract(i) - max.extract(i), short));
     }
-    y * inverse
+    y
 }
 
 /// The statistics of a slot's numbers.
@@ -333,7 +349,7 @@ fn statistic<N: Size>(
         let mut b = Vector::<f32, N>::new(0.0f32);
         #[unroll]
         for i in 0..N::value() {
-            if spot.slot < sizes.turning {
+            if spot.turns {
                 match comptime!(form.slots) {
                     Slots::Split => {
                         a.insert(i, numbers[row + spot.slot * N::value() + i]);
@@ -373,15 +389,69 @@ fn activated<N: Size>(
         }
         _ => {
             let max = statistic::<N>(maxima, sizes, batch, spot, form);
-            let inverse = statistic::<N>(inverses, sizes, batch, spot, form);
             let short = comptime!(short && form.short_powers);
-            let a = soft::<N>(x.a, max.a, inverse.a, short);
+            let mut a = powers_below::<N>(x.a, max.a, short);
             let mut b = x.b;
             if comptime!(form.is_rotate()) {
-                b = soft::<N>(x.b, max.b, inverse.b, short);
+                b = powers_below::<N>(x.b, max.b, short);
             }
-            Pair::<N> { a, b: second_or_zero::<N>(b, spot.slot < sizes.turning) }
+            let inverse = statistic::<N>(inverses, sizes, batch, spot, form);
+            a *= inverse.a;
+            if comptime!(form.is_rotate()) {
+                b *= inverse.b;
+            }
+            Pair::<N> { a, b: second_or_zero::<N>(b, spot.turns) }
         }
+    }
+}
+
+/// o of a slot in some entries of the batch.
+#[cube]
+fn encode_slot<E: Numeric, P: Size, N: Size>(
+    x: &[Vector<E, P>],
+    o: &mut [Vector<E, P>],
+    maxima: &[f32],
+    inverses: &[f32],
+    theta: &[f32],
+    sines: &[f32],
+    coordinates: &[f32],
+    x_place: &Place,
+    o_place: &Place,
+    angle_place: &AnglePlace,
+    sizes: &Sizes,
+    first: usize,
+    end: usize,
+    spot: &Spot,
+    #[comptime] form: Form,
+) {
+    let mut turn = slot_turn::<N>(theta, sines, coordinates, angle_place, 0usize, spot, form);
+    for batch in first..end {
+        if comptime!(form.angles.coordinates == Coordinates::PerBatch) {
+            let here = slot_turn::<N>(theta, sines, coordinates, angle_place, batch, spot, form);
+            turn.cos = here.cos;
+            turn.sin = here.sin;
+        }
+        let from = start(x_place, batch, spot.token, spot.head);
+        let x = load_slot::<E, P, N>(
+            x,
+            from,
+            sizes,
+            spot,
+            comptime!(form.slots),
+            comptime!(form.format),
+        );
+        let y =
+            activated::<N>(&x, maxima, inverses, sizes, batch, spot, form, comptime!(form.short));
+        let to = start(o_place, batch, spot.token, spot.head);
+        store_slot::<E, P, N>(
+            o,
+            to,
+            sizes,
+            spot,
+            &encoded::<N>(&y, &turn, form),
+            comptime!(form.output()),
+            comptime!(form.format),
+        );
     }
 }
 
@@ -405,53 +475,118 @@ fn encode<E: Numeric, P: Size, N: Size>(
     if row < all_rows(sizes) {
         let spot = spot(sizes, row, unit % sizes.slots, form);
         let (first, end) = entries(sizes, row);
-        let mut turn =
-            slot_turn::<N>(theta, sines, coordinates, angle_place, sizes, 0usize, &spot, form);
-        for batch in first..end {
-            if comptime!(form.angles.coordinates == Coordinates::PerBatch) {
-                let here = slot_turn::<N>(
-                    theta,
-                    sines,
-                    coordinates,
-                    angle_place,
-                    sizes,
-                    batch,
-                    &spot,
-                    form,
-                );
-                turn.cos = here.cos;
-                turn.sin = here.sin;
-            }
+        if spot.turns {
+            encode_slot::<E, P, N>(
+                x,
+                o,
+                maxima,
+                inverses,
+                theta,
+                sines,
+                coordinates,
+                x_place,
+                o_place,
+                angle_place,
+                sizes,
+                first,
+                end,
+                &known(&spot, true),
+                form,
+            );
+        } else {
+            encode_slot::<E, P, N>(
+                x,
+                o,
+                maxima,
+                inverses,
+                theta,
+                sines,
+                coordinates,
+                x_place,
+                o_place,
+                angle_place,
+                sizes,
+                first,
+                end,
+                &known(&spot, false),
+                form,
+            );
+        }
+    }
+}
+
+/// dx of a slot in some entries of the batch.
+#[cube]
+fn encode_slot_backward<E: Numeric, P: Size, N: Size>(
+    x: &[Vector<E, P>],
+    grad: &[Vector<E, P>],
+    dx: &mut [Vector<E, P>],
+    maxima: &[f32],
+    inverses: &[f32],
+    dots: &[f32],
+    theta: &[f32],
+    sines: &[f32],
+    coordinates: &[f32],
+    x_place: &Place,
+    grad_place: &Place,
+    dx_place: &Place,
+    angle_place: &AnglePlace,
+    sizes: &Sizes,
+    first: usize,
+    end: usize,
+    spot: &Spot,
+    #[comptime] form: Form,
+) {
+    let mut turn = slot_turn::<N>(theta, sines, coordinates, angle_place, 0usize, spot, form);
+    for batch in first..end {
+        if comptime!(form.angles.coordinates == Coordinates::PerBatch) {
+            let here = slot_turn::<N>(theta, sines, coordinates, angle_place, batch, spot, form);
+            turn.cos = here.cos;
+            turn.sin = here.sin;
+        }
+        let from = start(grad_place, batch, spot.token, spot.head);
+        let grad = load_slot::<E, P, N>(
+            grad,
+            from,
+            sizes,
+            spot,
+            comptime!(form.output()),
+            comptime!(form.format),
+        );
+        let mut dy = decoded::<N>(&grad, &turn, form);
+        if comptime!(form.act != Activation::Elementwise(Act::None)) {
             let from = start(x_place, batch, spot.token, spot.head);
             let x = load_slot::<E, P, N>(
                 x,
                 from,
                 sizes,
-                spot.slot,
+                spot,
                 comptime!(form.slots),
                 comptime!(form.format),
             );
-            let y = activated::<N>(
-                &x,
-                maxima,
-                inverses,
-                sizes,
-                batch,
-                &spot,
-                form,
-                comptime!(form.short),
-            );
-            let to = start(o_place, batch, spot.token, spot.head);
-            store_slot::<E, P, N>(
-                o,
-                to,
-                sizes,
-                spot.slot,
-                &encoded::<N>(&y, &turn, form),
-                comptime!(form.output()),
-                comptime!(form.format),
-            );
+            match comptime!(form.act) {
+                Activation::Elementwise(act) => {
+                    dy.a = math::pull_back::<N>(x.a, dy.a, act, comptime!(form.short));
+                    dy.b = math::pull_back::<N>(x.b, dy.b, act, comptime!(form.short));
+                }
+                _ => {
+                    let y = activated::<N>(&x, maxima, inverses, sizes, batch, spot, form, false);
+                    let dot = statistic::<N>(dots, sizes, batch, spot, form);
+                    dy.a = y.a * (dy.a - dot.a);
+                    dy.b = y.b * (dy.b - dot.b);
+                }
+            }
         }
+        let to = start(dx_place, batch, spot.token, spot.head);
+        store_slot::<E, P, N>(
+            dx,
+            to,
+            sizes,
+            spot,
+            &dy,
+            comptime!(form.slots),
+            comptime!(form.format),
+        );
     }
 }
 
@@ -479,66 +614,47 @@ fn encode_backward<E: Numeric, P: Size, N: Size>(
     if row < all_rows(sizes) {
         let spot = spot(sizes, row, unit % sizes.slots, form);
         let (first, end) = entries(sizes, row);
-        let mut turn =
-            slot_turn::<N>(theta, sines, coordinates, angle_place, sizes, 0usize, &spot, form);
-        for batch in first..end {
-            if comptime!(form.angles.coordinates == Coordinates::PerBatch) {
-                let here = slot_turn::<N>(
-                    theta,
-                    sines,
-                    coordinates,
-                    angle_place,
-                    sizes,
-                    batch,
-                    &spot,
-                    form,
-                );
-                turn.cos = here.cos;
-                turn.sin = here.sin;
-            }
-            let from = start(grad_place, batch, spot.token, spot.head);
-            let grad = load_slot::<E, P, N>(
+        if spot.turns {
+            encode_slot_backward::<E, P, N>(
+                x,
                 grad,
-                from,
-                sizes,
-                spot.slot,
-                comptime!(form.output()),
-                comptime!(form.format),
-            );
-            let mut dy = decoded::<N>(&grad, &turn, form);
-            if comptime!(form.act != Activation::Elementwise(Act::None)) {
-                let from = start(x_place, batch, spot.token, spot.head);
-                let x = load_slot::<E, P, N>(
-                    x,
-                    from,
-                    sizes,
-                    spot.slot,
-                    comptime!(form.slots),
-                    comptime!(form.format),
-                );
-                match comptime!(form.act) {
-                    Activation::Elementwise(act) => {
-                        dy.a = math::pull_back::<N>(x.a, dy.a, act, comptime!(form.short));
-                        dy.b = math::pull_back::<N>(x.b, dy.b, act, comptime!(form.short));
-                    }
-                    _ => {
-                        let y =
-                            activated::<N>(&x, maxima, inverses, sizes, batch, &spot, form, false);
-                        let dot = statistic::<N>(dots, sizes, batch, &spot, form);
-                        dy.a = y.a * (dy.a - dot.a);
-                        dy.b = y.b * (dy.b - dot.b);
-                    }
-                }
-            }
-            let to = start(dx_place, batch, spot.token, spot.head);
-            store_slot::<E, P, N>(
                 dx,
-                to,
+                maxima,
+                inverses,
+                dots,
+                theta,
+                sines,
+                coordinates,
+                x_place,
+                grad_place,
+                dx_place,
+                angle_place,
                 sizes,
-                spot.slot,
-                &dy,
-                comptime!(form.slots),
-                comptime!(form.format),
+                first,
+                end,
+                &known(&spot, true),
+                form,
+            );
+        } else {
+            encode_slot_backward::<E, P, N>(
+                x,
+                grad,
+                dx,
+                maxima,
+                inverses,
+                dots,
+                theta,
+                sines,
+                coordinates,
+                x_place,
+                grad_place,
+                dx_place,
+                angle_place,
+                sizes,
+                first,
+                end,
+                &known(&spot, false),
+                form,
             );
         }
     }
@@ -636,12 +752,8 @@ fn encode_rows<E: Numeric, P: Size, N: Size>(
     let mut sines_kept = Array::<Vector<f32, N>>::new(kept);
     #[unroll]
     for k in 0..kept {
-        let at = Spot {
-            token: spot.token,
-            head: spot.head,
-            slot: spot.slot + comptime!(k * team.units as usize),
-        };
-        let turn = slot_turn::<N>(theta, sines, coordinates, angle_place, sizes, 0usize, &at, form);
+        let at = at_slot(&spot, sizes, spot.slot + comptime!(k * team.units as usize));
+        let turn = slot_turn::<N>(theta, sines, coordinates, angle_place, 0usize, &at, form);
         cosines[k] = turn.cos;
         sines_kept[k] = turn.sin;
     }
@@ -652,33 +764,32 @@ fn encode_rows<E: Numeric, P: Size, N: Size>(
         let mut max = f32::new(f32::MIN);
         #[unroll]
         for k in 0..kept {
-            let slot = spot.slot + comptime!(k * team.units as usize);
-            if slot < sizes.slots {
+            let at = at_slot(&spot, sizes, spot.slot + comptime!(k * team.units as usize));
+            if at.slot < sizes.slots {
                 let pair = load_slot::<E, P, N>(
                     x,
                     from,
                     sizes,
-                    slot,
+                    &at,
                     comptime!(form.slots),
                     comptime!(form.format),
                 );
                 first[k] = pair.a;
                 second[k] = pair.b;
-                max = max.max(fold_pair::<N>(&pair, slot < sizes.turning, Fold::Max, form));
+                max = max.max(fold_pair::<N>(&pair, at.turns, Fold::Max, form));
             }
         }
         let max = over_units(max, &mut shared, Fold::Max, team);
         let mut sum = 0.0f32;
         #[unroll]
         for k in 0..kept {
-            let slot = spot.slot + comptime!(k * team.units as usize);
-            if slot < sizes.slots {
+            let at = at_slot(&spot, sizes, spot.slot + comptime!(k * team.units as usize));
+            if at.slot < sizes.slots {
                 let pair = Pair::<N> { a: first[k], b: second[k] };
-                let turns = slot < sizes.turning;
-                let powers = powers::<N>(&pair, max, turns, comptime!(form.short_powers), form);
+                let powers = powers::<N>(&pair, max, at.turns, comptime!(form.short_powers), form);
                 first[k] = powers.a;
                 second[k] = powers.b;
-                sum += fold_pair::<N>(&powers, turns, Fold::Sum, form);
+                sum += fold_pair::<N>(&powers, at.turns, Fold::Sum, form);
             }
         }
         let sum = over_units(sum, &mut shared, Fold::Sum, team);
@@ -686,22 +797,13 @@ fn encode_rows<E: Numeric, P: Size, N: Size>(
         let to = start(o_place, batch, spot.token, spot.head);
         #[unroll]
         for k in 0..kept {
-            let slot = spot.slot + comptime!(k * team.units as usize);
-            if works && slot < sizes.slots {
+            let at = at_slot(&spot, sizes, spot.slot + comptime!(k * team.units as usize));
+            if works && at.slot < sizes.slots {
                 let y = Pair::<N> { a: first[k] * scale, b: second[k] * scale };
                 let mut turn = Turn::<N> { cos: cosines[k], sin: sines_kept[k] };
                 if comptime!(form.angles.coordinates == Coordinates::PerBatch) {
-                    let at = Spot { token: spot.token, head: spot.head, slot };
-                    let here = slot_turn::<N>(
-                        theta,
-                        sines,
-                        coordinates,
-                        angle_place,
-                        sizes,
-                        batch,
-                        &at,
-                        form,
-                    );
+                    let here =
+                        slot_turn::<N>(theta, sines, coordinates, angle_place, batch, &at, form);
                     turn.cos = here.cos;
                     turn.sin = here.sin;
                 }
@@ -709,7 +811,7 @@ fn encode_rows<E: Numeric, P: Size, N: Size>(
                     o,
                     to,
                     sizes,
-                    slot,
+                    &at,
                     &encoded::<N>(&y, &turn, form),
                     comptime!(form.output()),
                     comptime!(form.format),
@@ -747,10 +849,8 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
     if comptime!(form.angles.coordinates != Coordinates::PerBatch) {
         #[unroll]
         for k in 0..kept {
-            let slot = spot.slot + comptime!(k * team.units as usize);
-            let at = Spot { token: spot.token, head: spot.head, slot };
-            let turn =
-                slot_turn::<N>(theta, sines, coordinates, angle_place, sizes, 0usize, &at, form);
+            let at = at_slot(&spot, sizes, spot.slot + comptime!(k * team.units as usize));
+            let turn = slot_turn::<N>(theta, sines, coordinates, angle_place, 0usize, &at, form);
             cosines[k] = turn.cos;
             sines_kept[k] = turn.sin;
         }
@@ -765,39 +865,30 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
         let mut max = f32::new(f32::MIN);
         #[unroll]
         for k in 0..kept {
-            let slot = spot.slot + comptime!(k * team.units as usize);
-            if slot < sizes.slots {
+            let at = at_slot(&spot, sizes, spot.slot + comptime!(k * team.units as usize));
+            if at.slot < sizes.slots {
                 let pair = load_slot::<E, P, N>(
                     x,
                     x_from,
                     sizes,
-                    slot,
+                    &at,
                     comptime!(form.slots),
                     comptime!(form.format),
                 );
                 first[k] = pair.a;
                 second[k] = pair.b;
-                max = max.max(fold_pair::<N>(&pair, slot < sizes.turning, Fold::Max, form));
+                max = max.max(fold_pair::<N>(&pair, at.turns, Fold::Max, form));
                 let pair = load_slot::<E, P, N>(
                     grad,
                     grad_from,
                     sizes,
-                    slot,
+                    &at,
                     comptime!(form.output()),
                     comptime!(form.format),
                 );
                 if comptime!(form.angles.coordinates == Coordinates::PerBatch) {
-                    let at = Spot { token: spot.token, head: spot.head, slot };
-                    let here = slot_turn::<N>(
-                        theta,
-                        sines,
-                        coordinates,
-                        angle_place,
-                        sizes,
-                        batch,
-                        &at,
-                        form,
-                    );
+                    let here =
+                        slot_turn::<N>(theta, sines, coordinates, angle_place, batch, &at, form);
                     cosines[k] = here.cos;
                     sines_kept[k] = here.sin;
                 }
@@ -812,16 +903,15 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
         let mut dot = 0.0f32;
         #[unroll]
         for k in 0..kept {
-            let slot = spot.slot + comptime!(k * team.units as usize);
-            if slot < sizes.slots {
+            let at = at_slot(&spot, sizes, spot.slot + comptime!(k * team.units as usize));
+            if at.slot < sizes.slots {
                 let pair = Pair::<N> { a: first[k], b: second[k] };
-                let turns = slot < sizes.turning;
-                let powers = powers::<N>(&pair, max, turns, false, form);
+                let powers = powers::<N>(&pair, max, at.turns, false, form);
                 first[k] = powers.a;
                 second[k] = powers.b;
-                sum += fold_pair::<N>(&powers, turns, Fold::Sum, form);
+                sum += fold_pair::<N>(&powers, at.turns, Fold::Sum, form);
                 let product = Pair::<N> { a: powers.a * dfirst[k], b: powers.b * dsecond[k] };
-                dot += fold_pair::<N>(&product, turns, Fold::Sum, form);
+                dot += fold_pair::<N>(&product, at.turns, Fold::Sum, form);
             }
         }
         let sum = over_units(sum, &mut shared, Fold::Sum, team);
@@ -831,8 +921,8 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
         let to = start(dx_place, batch, spot.token, spot.head);
         #[unroll]
         for k in 0..kept {
-            let slot = spot.slot + comptime!(k * team.units as usize);
-            if works && slot < sizes.slots {
+            let at = at_slot(&spot, sizes, spot.slot + comptime!(k * team.units as usize));
+            if works && at.slot < sizes.slots {
                 let dx_pair = Pair::<N> {
                     a: first[k] * scale * (dfirst[k] - dot),
                     b: second[k] * scale * (dsecond[k] - dot),
@@ -841,7 +931,7 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
                     dx,
                     to,
                     sizes,
-                    slot,
+                    &at,
                     &dx_pair,
                     comptime!(form.slots),
                     comptime!(form.format),
@@ -929,7 +1019,7 @@ fn row_dots<E: Numeric, P: Size, N: Size>(
         let mut dots_of_lanes = Vector::<f32, N>::new(0.0f32);
         let mut slot = spot.slot;
         while slot < sizes.slots {
-            let at = Spot { token: spot.token, head: spot.head, slot };
+            let at = at_slot(&spot, sizes, slot);
             let product = product_of_slot::<E, P, N>(
                 x,
                 grad,
@@ -948,7 +1038,7 @@ fn row_dots<E: Numeric, P: Size, N: Size>(
             );
             dots_of_lanes += product.a;
             if comptime!(form.is_rotate()) {
-                if slot < sizes.turning {
+                if at.turns {
                     dots_of_lanes += product.b;
                 }
             }
@@ -980,24 +1070,18 @@ fn product_of_slot<E: Numeric, P: Size, N: Size>(
     spot: &Spot,
     #[comptime] form: Form,
 ) -> Pair<N> {
-    let x = load_slot::<E, P, N>(
-        x,
-        x_from,
-        sizes,
-        spot.slot,
-        comptime!(form.slots),
-        comptime!(form.format),
-    );
+    let x =
+        load_slot::<E, P, N>(x, x_from, sizes, spot, comptime!(form.slots), comptime!(form.format));
     let y = activated::<N>(&x, maxima, inverses, sizes, batch, spot, form, false);
     let grad = load_slot::<E, P, N>(
         grad,
         grad_from,
         sizes,
-        spot.slot,
+        spot,
         comptime!(form.output()),
         comptime!(form.format),
     );
-    let turn = slot_turn::<N>(theta, sines, coordinates, angle_place, sizes, batch, spot, form);
+    let turn = slot_turn::<N>(theta, sines, coordinates, angle_place, batch, spot, form);
     let dy = decoded::<N>(&grad, &turn, form);
     Pair::<N> { a: y.a * dy.a, b: y.b * dy.b }
 }
@@ -1028,6 +1112,7 @@ fn column_dots<E: Numeric, P: Size, N: Size>(
         let block = unit / columns;
         let column = unit % columns;
         let slot = column % sizes.slots;
+        let turns = slot < sizes.turning;
         let head = (column / sizes.slots) % sizes.heads;
         let batch = column / sizes.slots / sizes.heads;
         let mut dot =
@@ -1036,7 +1121,7 @@ fn column_dots<E: Numeric, P: Size, N: Size>(
         for i in 0..tokens_per_block {
             let token = first + i;
             if token < sizes.tokens {
-                let at = Spot { token, head, slot };
+                let at = Spot { token, head, slot, turns };
                 let product = product_of_slot::<E, P, N>(
                     x,
                     grad,
@@ -1062,7 +1147,7 @@ fn column_dots<E: Numeric, P: Size, N: Size>(
             partials,
             row,
             sizes,
-            slot,
+            &Spot { token: first, head, slot, turns },
             &dot,
             comptime!(form.slots),
             Format::Native,
@@ -1101,17 +1186,10 @@ fn angle_gradients<E: Numeric, P: Size, N: Size>(
         for i in 0..tokens_per_block {
             let token = first + i;
             if token < sizes.tokens {
-                let at = Spot { token, head, slot };
-                let mut turn = slot_turn::<N>(
-                    theta,
-                    sines,
-                    coordinates,
-                    angle_place,
-                    sizes,
-                    0usize,
-                    &at,
-                    form,
-                );
+                // All of these slots turn.
+                let at = Spot { token, head, slot, turns: true };
+                let mut turn =
+                    slot_turn::<N>(theta, sines, coordinates, angle_place, 0usize, &at, form);
                 let mut coordinate = coordinates_of::<N>(
                     coordinates,
                     angle_place,
@@ -1127,7 +1205,6 @@ fn angle_gradients<E: Numeric, P: Size, N: Size>(
                             sines,
                             coordinates,
                             angle_place,
-                            sizes,
                             batch,
                             &at,
                             form,
@@ -1147,7 +1224,7 @@ fn angle_gradients<E: Numeric, P: Size, N: Size>(
                         x,
                         start(x_place, batch, token, head),
                         sizes,
-                        slot,
+                        &at,
                         comptime!(form.slots),
                         comptime!(form.format),
                     );
@@ -1156,7 +1233,7 @@ fn angle_gradients<E: Numeric, P: Size, N: Size>(
                         grad,
                         start(grad_place, batch, token, head),
                         sizes,
-                        slot,
+                        &at,
                         comptime!(form.output()),
                         comptime!(form.format),
                     );
@@ -1758,7 +1835,7 @@ fn backward_part(
     let Encoding { heads, split, .. } = call.encoding;
     let partials = device.empty(DType::F32, &[blocks * heads * split.count])?;
     let units = blocks * heads * split.count / n;
-    let grid = Grid::of_units(operator, device, units, numbers)?;
+    let grid = Grid::of_full_units(operator, device, units, numbers)?;
     with_words!(storage, E => launch!(
         device, angle_gradients::<E>, grid, width.words, n, buffer(x_there, storage),
         buffer(grad, storage), floats(&partials), floats(&maxima), floats(&inverses),
