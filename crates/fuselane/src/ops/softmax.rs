@@ -34,7 +34,7 @@ use std::ops::Range;
 use super::contiguous_last;
 use crate::error::{Error, Result};
 use crate::pool::Buffer;
-use crate::rows::{Named, Operands, Part, Rows, Run, RunMut};
+use crate::rows::{Named, Operands, Part, Rows, Run, RunMut, Stage, Unstage};
 use crate::scratch::Scratch;
 use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory};
 use crate::view::{View, ViewMut};
@@ -450,11 +450,20 @@ macro_rules! steps {
                 $body
             }
         }
-        let done = len / STEP * STEP;
-        if done < len {
+        let (done, whole) = (len / STEP * STEP, len / $L::N * $L::N);
+        if done < whole {
             $(let $a = &$a[done..];)*
             $(let $m = &mut $m[done..];)*
-            blocks!($L in 0..len - done, ($i, $WHOLE) => $body);
+            for $i in (0..whole - done).step_by($L::N) {
+                const $WHOLE: bool = true;
+                $body
+            }
+        }
+        // In whole slices: the last block of one is read together with elements before it.
+        if whole < len {
+            const $WHOLE: bool = false;
+            let $i = whole;
+            $body
         }
     }};
 }
@@ -482,14 +491,21 @@ macro_rules! write_steps {
                 <$L as Memory<$T>>::write_packed(blocks, row, start, stream);
             }
         }
-        let done = len / STEP * STEP;
-        if done < len {
+        let (done, whole) = (len / STEP * STEP, len / $L::N * $L::N);
+        if done < whole {
             $(let $a = &$a[done..];)*
             let row = &mut $row[done..];
-            blocks!($L in 0..len - done, ($i, $WHOLE) => {
+            for $i in (0..whole - done).step_by($L::N) {
+                const $WHOLE: bool = true;
                 let value: $L = $value;
                 write_nearest::<$L, $T, $WHOLE>(value, row, $i, stream);
-            });
+            }
+        }
+        if whole < len {
+            const $WHOLE: bool = false;
+            let $i = whole;
+            let value: $L = $value;
+            write_nearest::<$L, $T, $WHOLE>(value, $row, $i, stream);
         }
     }};
 }
@@ -588,8 +604,7 @@ where
     total
 }
 
-/// [`exp_sum`] of the whole blocks of several rows, without a shift, for lanes with short forms:
-/// where all elements are within [`NEAR`] of 0, there is no maximum to look for first. Tells
+/// [`exp_sum`] of the whole blocks of several rows, without a shift, for lanes with short forms: where all elements are within [`NEAR`] of 0, there is no maximum to look for first. Tells
 /// whether some are not.
 struct NearExpSums<'a, 'r, L, T: Element> {
     x: &'a Run<'r, T>,
@@ -615,9 +630,10 @@ where
         if whole <= CHUNK * L::N {
             let mut lanes = [zero; BATCH];
             for (r, sum) in lanes[..rows].iter_mut().enumerate() {
-                let (x, exps) = (&x.row(r)[..whole], &mut scratch[r * room..][..whole]);
+                let (row, exps) = (&x.row(r)[..whole], &mut scratch[r * room..][..whole]);
                 let mut total = zero;
-                steps!(L in x.len(), [x], [exps], (i, _WHOLE) => {
+                steps!(L in whole, [row], [exps], (i, _WHOLE) => {
+                    let x = row;
                     L::prefetch(x.as_ptr().wrapping_add(i).wrapping_byte_offset(ahead));
                     let e = L::read_whole(x, i).exp_for_store::<true>();
                     noted = L::note(x, i, noted);
@@ -630,9 +646,9 @@ where
             return L::is_far(noted, NEAR);
         }
         for (r, total) in sums[..rows].iter_mut().enumerate() {
-            let (x, exps) = (&x.row(r)[..whole], &mut scratch[r * room..][..whole]);
+            let (row, exps) = (&x.row(r)[..whole], &mut scratch[r * room..][..whole]);
             *total = 0.0;
-            for (x, exps) in x.chunks(CHUNK * L::N).zip(exps.chunks_mut(CHUNK * L::N)) {
+            for (x, exps) in row.chunks(CHUNK * L::N).zip(exps.chunks_mut(CHUNK * L::N)) {
                 let mut sum = zero;
                 steps!(L in x.len(), [x], [exps], (i, _WHOLE) => {
                     L::prefetch(x.as_ptr().wrapping_add(i).wrapping_byte_offset(ahead));
@@ -648,6 +664,45 @@ where
     }
 }
 
+/// [`NearExpSums`] of the rows' ends. A task of its own, as the loop over whole blocks needs all
+/// registers.
+struct NearExpEnds<'a, 'r, L, T: Element> {
+    x: &'a Run<'r, T>,
+    rows: usize,
+    scratch: &'a mut [T::Real],
+    room: usize,
+    sums: &'a mut [f64; BATCH],
+    lanes: PhantomData<L>,
+}
+
+impl<L, T> simd::Task for NearExpEnds<'_, '_, L, T>
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    type Output = bool;
+    #[inline(always)]
+    fn run(self) -> bool {
+        let Self { x, rows, scratch, room, sums, .. } = self;
+        let (zero, whole) = (Real::of(0.0), x.len() / L::N * L::N);
+        let ones = [T::from_f64(1.0); MAX_LANES];
+        let inside: L = L::read(&ones[..x.len() - whole], 0, zero);
+        let (mut noted, mut lanes) = (L::splat(zero), [L::splat(zero); BATCH]);
+        for (r, sum) in lanes[..rows].iter_mut().enumerate() {
+            let (x, exps) = (x.row(r), &mut scratch[r * room..][..room]);
+            *sum = L::read(x, whole, zero).exp_for_store::<true>().mul(inside);
+            noted = L::note(x, whole, noted);
+            sum.set(exps, whole);
+        }
+        let mut ends = [0.0; BATCH];
+        store_sums(&lanes, &mut ends[..rows]);
+        for (sum, end) in sums[..rows].iter_mut().zip(ends) {
+            *sum += end;
+        }
+        L::is_far(noted, NEAR)
+    }
+}
+
 /// The sums of all lanes of each row's sum, for rows of one chunk.
 #[inline(always)]
 fn store_sums<L: Lanes>(lanes: &[L; BATCH], sums: &mut [f64]) {
@@ -658,7 +713,7 @@ fn store_sums<L: Lanes>(lanes: &[L; BATCH], sums: &mut [f64]) {
     }
 }
 
-/// What [`NearExpSums`] leaves: the rows' ends, and rows with elements that are not near.
+/// What [`NearExpSums`] leaves: rows with elements that are not near.
 #[inline(always)]
 fn finish_near_exp_sums<L, T>(
     far: bool,
@@ -670,8 +725,7 @@ fn finish_near_exp_sums<L, T>(
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
-    let whole = x.len() / L::N * L::N;
-    if !far && whole == x.len() {
+    if !far {
         return;
     }
     for (r, sum) in sums.iter_mut().enumerate() {
@@ -702,13 +756,7 @@ where
         if L::is_far(noted, NEAR) {
             return exp_sum::<L, T, false, true>(x, row_shift::<L, T>(x), self.scratch);
         }
-        let whole = x.len() / L::N * L::N;
-        if whole == x.len() {
-            return self.sum;
-        }
-        let end = L::read(x, whole, T::Real::MINUS_INFINITY).exp_for_store::<false>();
-        end.set(self.scratch, whole);
-        self.sum + end.reduce_add().to_f64()
+        self.sum
     }
 }
 
@@ -781,6 +829,7 @@ where
     let mut scratch = Scratch::<T::Real>::new(batch * room);
     let scratch = &mut scratch[..];
     let (mut shifts, mut scales) = ([Real::of(0.0); BATCH], [Real::of(0.0); BATCH]);
+    let mut stage = Stage::new();
     let mut sums = [0.0; BATCH];
     while let Some(runs) = task.part.next_run::<T>(batch) {
         let ([x], [mut o]) = (runs.inputs, runs.outputs);
@@ -791,8 +840,11 @@ where
         }
         if KEPT && L::HAS_SHORT {
             let (x, rows, sums) = (&x, runs.rows, &mut sums);
-            let task = NearExpSums { x, rows, scratch, room, sums, lanes: PhantomData::<L> };
-            let far = L::enter(task);
+            let (scratch, lanes) = (&mut *scratch, PhantomData::<L>);
+            let mut far = L::enter(NearExpSums { x, rows, scratch, room, sums, lanes });
+            if !x.len().is_multiple_of(L::N) {
+                far |= L::enter(NearExpEnds { x, rows, scratch, room, sums, lanes });
+            }
             finish_near_exp_sums::<L, T>(far, x, scratch, room, &mut sums[..rows]);
         } else {
             for (r, sum) in sums[..runs.rows].iter_mut().enumerate() {
@@ -805,15 +857,17 @@ where
         }
         if KEPT && L::HAS_SHORT {
             let (rows, scales, stream) = (runs.rows, &scales, task.stream);
-            L::enter(ScaleRows::<L, T> {
-                scratch,
-                room,
-                scales,
-                o: &mut o,
-                rows,
-                stream,
-                lanes: PhantomData,
-            });
+            let (o, lanes) = (&mut o, PhantomData);
+            match if stream { stage.of(o) } else { None } {
+                None => {
+                    L::enter(ScaleRows::<L, T> { scratch, room, scales, o, rows, stream, lanes })
+                }
+                Some(mut staged) => {
+                    let (o, stream, to) = (&mut staged, false, o);
+                    L::enter(ScaleRows::<L, T> { scratch, room, scales, o, rows, stream, lanes });
+                    L::enter(Unstage::<L, T> { from: staged, to, lanes });
+                }
+            }
             continue;
         }
         for (r, &scale) in scales[..runs.rows].iter().enumerate() {
@@ -932,14 +986,22 @@ where
 {
     let batch = batch(task.n);
     let (zero_masked, stream) = (task.options.zero_masked_rows, task.stream);
-    let mut totals = [Real::of(0.0); BATCH];
+    let (mut totals, mut stage) = ([Real::of(0.0); BATCH], Stage::new());
     while let Some(runs) = task.part.next_run::<T>(batch) {
         let ([o, grad], [mut dx], rows) = (runs.inputs, runs.outputs, runs.rows);
         let (o, grad, dx, totals) = (&o, &grad, &mut dx, &mut totals);
         L::enter(RowTotals::<L, T, LOG> { o, grad, rows, totals, lanes: PhantomData });
-        let options = (zero_masked, stream);
-        let lanes = PhantomData;
-        L::enter(RowGradients::<L, T, LOG> { o, grad, dx, rows, totals, options, lanes });
+        let (options, lanes) = ((zero_masked, stream), PhantomData);
+        match if stream { stage.of(dx) } else { None } {
+            None => {
+                L::enter(RowGradients::<L, T, LOG> { o, grad, dx, rows, totals, options, lanes })
+            }
+            Some(mut staged) => {
+                let (dx, options, to) = (&mut staged, (zero_masked, false), dx);
+                L::enter(RowGradients::<L, T, LOG> { o, grad, dx, rows, totals, options, lanes });
+                L::enter(Unstage::<L, T> { from: staged, to, lanes });
+            }
+        }
     }
 }
 

@@ -357,6 +357,9 @@ fn note<T: Element<Real = f32>, const SPLIT: bool, const STORED_BITS: u32>(
     let end;
     let block = if i + 16 <= row.len() {
         &row[i..]
+    } else if row.len() >= 16 {
+        // Some are noted twice.
+        &row[row.len() - 16..]
     } else {
         end = row_end(row, i, 0.0);
         &end
@@ -382,13 +385,53 @@ fn is_far<const SPLIT: bool, const STORED_BITS: u32>(
     })
 }
 
+/// The last elements of a row of sixteen or more 16-bit numbers, from `i` on, and `fill` behind them:
+/// those of the row's last sixteen that come before `i` are shifted out.
+///
+/// All in registers. What goes through memory has to wait until its stores are done, and those
+/// before them: a row's results, which may be on their way to memory.
+#[inline(always)]
+fn end_of_row<T: Element>(row: &[T], i: usize, fill: T) -> __m256i {
+    const { assert!(size_of::<T>() == 2) };
+    static INSIDE: [i16; 32] = {
+        let (mut inside, mut i) = ([0; 32], 0);
+        while i < 16 {
+            inside[i] = -1;
+            i += 1;
+        }
+        inside
+    };
+    assert!(row.len() >= 16);
+    let skipped = (i + 16).saturating_sub(row.len()).min(16);
+    x86!({
+        let last = _mm256_loadu_si256(row.as_ptr().add(row.len() - 16).cast());
+        // Pairs from the first one that is not skipped on; of an odd number, halves of two pairs.
+        let pairs = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        let pairs = _mm256_add_epi32(pairs, _mm256_set1_epi32(skipped as i32 / 2));
+        let next = _mm256_add_epi32(pairs, _mm256_set1_epi32(1));
+        let odd = 16 * (skipped as i32 % 2);
+        let low =
+            _mm256_srl_epi32(_mm256_permutevar8x32_epi32(last, pairs), _mm_cvtsi32_si128(odd));
+        let high =
+            _mm256_sll_epi32(_mm256_permutevar8x32_epi32(last, next), _mm_cvtsi32_si128(32 - odd));
+        let inside = _mm256_loadu_si256(INSIDE[skipped..].as_ptr().cast());
+        let fill = std::mem::transmute_copy::<T, i16>(&fill);
+        _mm256_blendv_epi8(_mm256_set1_epi16(fill), _mm256_or_si256(low, high), inside)
+    })
+}
+
 impl Memory<f16> for Avx2ForF16 {
     #[inline(always)]
     unsafe fn load(p: *const f16) -> Self {
-        x86!({
-            let p = p.cast::<__m128i>();
-            Self(_mm256_cvtph_ps(_mm_loadu_si128(p)), _mm256_cvtph_ps(_mm_loadu_si128(p.add(1))))
-        })
+        x86!(Self::widen(_mm256_loadu_si256(p.cast())))
+    }
+    #[inline(always)]
+    fn read_end(row: &[f16], i: usize, fill: f32) -> Self {
+        if row.len() >= 16 {
+            return Self::widen(end_of_row(row, i, f16::from_f32(fill)));
+        }
+        // SAFETY: a block holds sixteen.
+        unsafe { Self::load(row_end(row, i, fill).as_ptr()) }
     }
     type Packed = __m256i;
     #[inline(always)]
@@ -415,6 +458,14 @@ impl Memory<f16> for Avx2ForF16 {
 
 impl Avx2ForF16 {
     #[inline(always)]
+    fn widen(block: __m256i) -> Self {
+        x86!(Self(
+            _mm256_cvtph_ps(_mm256_castsi256_si128(block)),
+            _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(block)),
+        ))
+    }
+
+    #[inline(always)]
     fn to_f16(self) -> __m256i {
         x86!(_mm256_set_m128i(
             _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.1),
@@ -426,14 +477,15 @@ impl Avx2ForF16 {
 impl Memory<bf16> for Avx2ForBf16 {
     #[inline(always)]
     unsafe fn load(p: *const bf16) -> Self {
-        x86!({
-            let pairs = _mm256_loadu_si256(p.cast());
-            let high = _mm256_set1_epi32(0xFFFF_0000_u32 as i32);
-            Self(
-                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)),
-                _mm256_castsi256_ps(_mm256_and_si256(pairs, high)),
-            )
-        })
+        x86!(Self::widen(_mm256_loadu_si256(p.cast())))
+    }
+    #[inline(always)]
+    fn read_end(row: &[bf16], i: usize, fill: f32) -> Self {
+        if row.len() >= 16 {
+            return Self::widen(end_of_row(row, i, bf16::from_f32(fill)));
+        }
+        // SAFETY: a block holds sixteen.
+        unsafe { Self::load(row_end(row, i, fill).as_ptr()) }
     }
     type Packed = __m256i;
     #[inline(always)]
@@ -475,6 +527,17 @@ impl Memory<bf16> for Avx2ForBf16 {
 }
 
 impl Avx2ForBf16 {
+    #[inline(always)]
+    fn widen(pairs: __m256i) -> Self {
+        x86!({
+            let high = _mm256_set1_epi32(0xFFFF_0000_u32 as i32);
+            Self(
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)),
+                _mm256_castsi256_ps(_mm256_and_si256(pairs, high)),
+            )
+        })
+    }
+
     /// The upper halves of the representations, in index order.
     #[inline(always)]
     fn upper_halves(self) -> __m256i {

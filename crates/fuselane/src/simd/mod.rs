@@ -218,9 +218,15 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
             // SAFETY: the row holds the `N` elements from `i`.
             unsafe { Self::load(row.as_ptr().add(i)) }
         } else {
-            // SAFETY: a block holds `MAX_LANES >= N` elements.
-            unsafe { Self::load(row_end(row, i, fill).as_ptr()) }
+            Self::read_end(row, i, fill)
         }
+    }
+
+    /// [`Memory::read`] of a block that the row does not hold.
+    #[inline(always)]
+    fn read_end(row: &[T], i: usize, fill: T::Real) -> Self {
+        // SAFETY: a block holds `MAX_LANES >= N` elements.
+        unsafe { Self::load(row_end(row, i, fill).as_ptr()) }
     }
 
     /// The block at `i` of a row, which has to hold it.
@@ -384,18 +390,28 @@ impl<L: Lanes> Access<L> for Registers {
 #[inline(never)]
 fn row_end<T: Element>(row: &[T], i: usize, fill: T::Real) -> [T; MAX_LANES] {
     let mut block = [T::from_real(fill); MAX_LANES];
-    for (to, &from) in block.iter_mut().zip(row.get(i..).unwrap_or_default()) {
-        *to = from;
-    }
+    let end = row.get(i..).unwrap_or_default();
+    block[..end.len()].copy_from_slice(end);
     block
 }
 
-/// Writes the last elements of a row, from `i` on.
-#[cold]
-#[inline(never)]
+/// Writes the last elements of a row, from `i` on, by two stores that overlap.
+#[inline(always)]
 fn write_row_end<T: Element>(block: &[T; MAX_LANES], row: &mut [T], i: usize) {
-    for (&from, to) in block.iter().zip(row.get_mut(i..).unwrap_or_default()) {
-        *to = from;
+    /// The first and the last `N` elements, which are all.
+    #[inline(always)]
+    fn both_ends<T: Element, const N: usize>(block: &[T; MAX_LANES], row: &mut [T]) {
+        let start = row.len() - N;
+        row[..N].copy_from_slice(&block[..N]);
+        row[start..].copy_from_slice(&block[start..][..N]);
+    }
+    let row = row.get_mut(i..).unwrap_or_default();
+    match row.len() {
+        8.. => both_ends::<T, 8>(block, row),
+        4.. => both_ends::<T, 4>(block, row),
+        2.. => both_ends::<T, 2>(block, row),
+        1 => row[0] = block[0],
+        0 => {}
     }
 }
 
@@ -503,5 +519,70 @@ impl Arithmetic for f32 {
 impl Arithmetic for f64 {
     fn run<K: KernelIn<f64>>(_isa: Isa, _dtype: DType, kernel: K) {
         enter::<portable64::Portable64, f64, K>(kernel);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Reads the block at `i` of a row, and writes it to another row.
+    struct Block<'a> {
+        row: &'a [f64],
+        i: usize,
+        fill: f64,
+        read: &'a mut Vec<f64>,
+        written: &'a mut Vec<f64>,
+    }
+
+    impl Kernel for Block<'_> {
+        #[inline(always)]
+        fn run<L, T>(self)
+        where
+            T: Element,
+            L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+        {
+            let numbers = |row: &[T]| row.iter().map(|x| x.to_f64()).collect();
+            let row: Vec<T> = self.row.iter().map(|&x| T::from_f64(x)).collect();
+            let block: L = L::read(&row, self.i, Real::of(self.fill));
+            let mut all = [T::default(); MAX_LANES];
+            // SAFETY: a block holds `MAX_LANES >= N` elements.
+            unsafe { block.store(all.as_mut_ptr()) };
+            *self.read = numbers(&all[..L::N]);
+            let mut to = vec![T::from_f64(-1.0); row.len()];
+            <L as Memory<T>>::write(block, &mut to, self.i, false);
+            *self.written = numbers(&to);
+        }
+    }
+
+    #[test]
+    fn blocks_end_where_their_rows_do() {
+        for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {
+            for isa in Isa::available() {
+                for len in 1..=50 {
+                    let row: Vec<f64> = (1..=len).map(f64::from).collect();
+                    for i in 0..row.len() {
+                        let (mut read, mut written) = (Vec::new(), Vec::new());
+                        let kernel = Block {
+                            row: &row,
+                            i,
+                            fill: -7.0,
+                            read: &mut read,
+                            written: &mut written,
+                        };
+                        run(isa, dtype, kernel);
+                        for (k, &x) in read.iter().enumerate() {
+                            let want = row.get(i + k).copied().unwrap_or(-7.0);
+                            assert_eq!(x, want, "{dtype} {isa}: {k} of the block at {i} of {len}");
+                        }
+                        for (k, &x) in written.iter().enumerate() {
+                            let inside = (i..i + read.len()).contains(&k);
+                            let want = if inside { row[k] } else { -1.0 };
+                            assert_eq!(x, want, "{dtype} {isa}: {k} of {len}, written at {i}");
+                        }
+                    }
+                }
+            }
+        }
     }
 }
