@@ -788,22 +788,17 @@ impl Groups {
 
     /// The batches of some rows: of some rows each, or of some groups of one.
     #[inline(always)]
-    fn batches(self, rows: usize) -> impl Iterator<Item = Batch> {
-        let (row_step, group_step) = (self.batch_rows(), self.batch().min(self.count).max(1));
-        (0..rows).step_by(row_step).flat_map(move |row| {
-            (0..self.count).step_by(group_step).map(move |group| Batch {
-                rows: (row, rows.min(row + row_step)),
-                groups: (group, self.count.min(group + group_step)),
-                slot: 0,
-            })
-        })
+    fn batches(self, rows: usize) -> Batches {
+        let steps = (self.batch_rows(), self.batch().min(self.count).max(1));
+        Batches { rows, groups: self.count, steps, next: (0, 0) }
     }
 
-    /// What a pass goes over at a time, as elements of a group: all of it; of a long one, a chunk.
+    /// What a pass goes over at a time, as elements of a group, from `start` on: all of it; of a long
+    /// one, a chunk.
     #[inline(always)]
-    fn spans<L: Lanes>(self) -> impl Iterator<Item = Range<usize>> {
-        let step = if self.len > LONG { CHUNK * L::N } else { self.len };
-        (0..self.len).step_by(step).map(move |start| start..self.len.min(start + step))
+    fn span<L: Lanes>(self, start: usize) -> Option<Range<usize>> {
+        let len = if self.len > LONG { CHUNK * L::N } else { self.len };
+        (start < self.len).then(|| start..self.len.min(start + len))
     }
 
     /// Rounds sums in working memory to a gradient.
@@ -844,6 +839,41 @@ impl Batch {
         let (row, group) = (self.rows.0 + slot / groups, self.groups.0 + slot % groups);
         Self { rows: (row, row + 1), groups: (group, group + 1), slot }
     }
+}
+
+/// See [`Groups::batches`].
+struct Batches {
+    rows: usize,
+    groups: usize,
+    /// Rows and groups of a batch.
+    steps: (usize, usize),
+    /// Where the next one begins.
+    next: (usize, usize),
+}
+
+impl Iterator for Batches {
+    type Item = Batch;
+    #[inline(always)]
+    fn next(&mut self) -> Option<Batch> {
+        let ((row, group), (rows, groups)) = (self.next, self.steps);
+        let rows = (row, self.rows.min(row + rows));
+        let groups = (group, self.groups.min(group + groups));
+        self.next = if groups.1 < self.groups { (row, groups.1) } else { (rows.1, 0) };
+        (row < self.rows).then_some(Batch { rows, groups, slot: 0 })
+    }
+}
+
+/// Runs `$body` for each span of some groups; see [`Groups::span`]. (A loop by hand: `step_by` would
+/// divide, and most groups are of one span.)
+macro_rules! for_each_span {
+    ($L:ident in $groups:expr, $span:ident => $body:block) => {{
+        let (groups, mut start): (Groups, usize) = ($groups, 0);
+        while let Some($span) = groups.span::<$L>(start) {
+            start = $span.end;
+            let $span = &$span;
+            $body
+        }
+    }};
 }
 
 /// Runs `$body` for each group of a batch.
@@ -1286,6 +1316,7 @@ impl Kernel for Forward<'_> {
                 p: &mut p,
                 sums: [0.0; BATCH],
                 squares: [0.0; BATCH],
+                nears: [zero; BATCH],
                 found: [none; BATCH],
                 stream: self.stream,
             };
@@ -1331,6 +1362,7 @@ struct ForwardRows<'r, T: Element> {
     /// Of each group of a batch: sums of p (or of p - near) and of its square, and what comes of them.
     sums: Each<f64>,
     squares: Each<f64>,
+    nears: Each<T::Real>,
     found: Each<Statistics<T::Real>>,
     stream: bool,
 }
@@ -1404,7 +1436,6 @@ impl<T: Element> ForwardRows<'_, T> {
         let far = enter!(L, kind, First { rows, batch, span, keeps_sum });
         for slot in bits(far) {
             let batch = batch.one(slot);
-            self.sums[slot] = 0.0;
             self.gate_values::<L>(act, batch, span);
             let rows = &mut *self;
             enter!(L, USUAL, First { rows, batch, span, keeps_sum });
@@ -1421,37 +1452,34 @@ impl<T: Element> ForwardRows<'_, T> {
         let (act, groups, slots) = (options.gate_act, self.groups, batch.len());
         let per_element = 1.0 / groups.len as f64;
         let mut far = 0;
-        self.sums[..slots].fill(0.0);
-        self.squares[..slots].fill(0.0);
-        for span in groups.spans::<L>() {
-            far |= self.first::<L>(act, batch, &span, false);
-        }
+        for_each_span!(L in groups, span => {
+            far |= self.first::<L>(act, batch, span, false);
+        });
         if self.with.center {
-            for (found, sum) in self.found.iter_mut().zip(&self.sums).take(slots) {
-                found.near = scalar(sum * per_element);
+            for (near, sum) in self.nears.iter_mut().zip(&self.sums).take(slots) {
+                *near = scalar(sum * per_element);
             }
-            for (i, span) in groups.spans::<L>().enumerate() {
+            for_each_span!(L in groups, span => {
                 if groups.len > LONG {
                     let sums = self.sums;
-                    self.first::<L>(act, batch, &span, false);
+                    self.first::<L>(act, batch, span, false);
                     self.sums = sums;
                 }
-                if i == 0 {
-                    self.sums[..slots].fill(0.0);
-                }
-                let (p, found) = (&*self.p, &self.found);
-                let (span, sums, squares) = (&span, &mut self.sums, &mut self.squares);
-                L::enter(Squares::<L> { p, groups, slots, span, found, sums, squares });
-            }
-        } else {
-            std::mem::swap(&mut self.sums, &mut self.squares);
+                let (p, nears) = (&*self.p, &self.nears);
+                let (sums, squares) = (&mut self.sums, &mut self.squares);
+                L::enter(Squares::<L> { p, groups, slots, span, nears, sums, squares });
+            });
         }
         for slot in 0..slots {
-            let delta = self.sums[slot] * per_element;
-            let mean_square = self.squares[slot] * per_element - delta * delta;
+            let (sum, square) = match self.with.center {
+                true => (self.sums[slot], self.squares[slot]),
+                false => (0.0, self.sums[slot]),
+            };
+            let delta = sum * per_element;
+            let mean_square = square * per_element - delta * delta;
             // Rounding must not make it negative; a NaN stays one.
             let mean_square = if mean_square < 0.0 { 0.0 } else { mean_square };
-            let near = self.found[slot].near;
+            let near = self.nears[slot];
             self.found[slot] = Statistics {
                 near,
                 rest: scalar(delta),
@@ -1469,8 +1497,7 @@ impl<T: Element> ForwardRows<'_, T> {
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
         let post = self.with.gate == Some(GatePosition::Post);
-        for span in self.groups.spans::<L>() {
-            let span = &span;
+        for_each_span!(L in self.groups, span => {
             if self.groups.len > LONG && self.with.keeps_p() {
                 self.first::<L>(act, batch, span, true);
             }
@@ -1495,14 +1522,18 @@ impl<T: Element> ForwardRows<'_, T> {
                 let rows = &mut *self;
                 enter!(L, USUAL, Output { rows, batch, span });
             }
-        }
+        });
     }
 }
 
 /// The bits that are set, by number.
 #[inline(always)]
-fn bits(set: u32) -> impl Iterator<Item = usize> {
-    (0..BATCH).filter(move |bit| set >> bit & 1 == 1)
+fn bits(mut set: u32) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let bit = (set != 0).then(|| set.trailing_zeros() as usize);
+        set &= set.wrapping_sub(1);
+        bit
+    })
 }
 
 /// See [`ForwardRows::first`].
@@ -1575,7 +1606,8 @@ where
                 let total = if fused { one } else { a.add(b).add(c.add(d)) };
                 sum_of_all += total.reduce_add().to_f64();
             }
-            rows.sums[slot] += sum_of_all;
+            let so_far = if span.start == 0 { 0.0 } else { rows.sums[slot] };
+            rows.sums[slot] = so_far + sum_of_all;
             if fused && L::is_far(noted, SHORT_LIMIT) {
                 all_far |= 1 << slot;
             }
@@ -1590,7 +1622,7 @@ struct Squares<'r, L: Lanes> {
     groups: Groups,
     slots: usize,
     span: &'r Range<usize>,
-    found: &'r Each<Statistics<L::Real>>,
+    nears: &'r Each<L::Real>,
     sums: &'r mut Each<f64>,
     squares: &'r mut Each<f64>,
 }
@@ -1605,7 +1637,8 @@ where
         let Self { groups, .. } = self;
         let zero = L::splat(Real::of(0.0));
         for slot in 0..self.slots {
-            let near = L::splat(self.found[slot].near);
+            let near = L::splat(self.nears[slot]);
+            let (mut sum, mut square) = (0.0, 0.0);
             for start in self.span.clone().step_by(CHUNK * L::N) {
                 let chunk = Chunk::new::<L>(start, groups.len);
                 let first = slot * groups.handed_on() + chunk.kept;
@@ -1618,9 +1651,13 @@ where
                     }
                     *total = (total.0.add(q), q.mul_add(q, total.1));
                 });
-                self.sums[slot] += a.0.add(b.0).reduce_add().to_f64();
-                self.squares[slot] += a.1.add(b.1).reduce_add().to_f64();
+                sum += a.0.add(b.0).reduce_add().to_f64();
+                square += a.1.add(b.1).reduce_add().to_f64();
             }
+            if self.span.start > 0 {
+                (sum, square) = (self.sums[slot] + sum, self.squares[slot] + square);
+            }
+            (self.sums[slot], self.squares[slot]) = (sum, square);
         }
     }
 }
@@ -1886,7 +1923,7 @@ impl Kernel for Backward<'_> {
         let few = self.part.range().len() <= RECENT;
         let mut recent = Scratch::<T::Real>::zeros(if few { 0 } else { sums.len() });
         let zero = Real::of(0.0);
-        let none = Means { mean: zero, rstd: zero, delta: zero, dr: zero, rdr: zero };
+        let none = Means { delta: zero, dr: zero, rdr: zero };
         let mut left = self.part.range().len();
         while left > 0 {
             let into = if few { &mut *sums } else { &mut recent };
@@ -1907,6 +1944,7 @@ impl Kernel for Backward<'_> {
                     dbias: &mut *dbias,
                     gates: &mut gates,
                     slopes: &mut slopes,
+                    statistics: [[zero; 2]; BATCH],
                     sums: [[0.0; 3]; BATCH],
                     means: [none; BATCH],
                     exactly: self.exactly,
@@ -1939,9 +1977,6 @@ fn add_recent<L: Lanes>(recent: &mut [L::Real], sums: &mut [L::Real]) {
 /// What the gradients of a group need of all of it.
 #[derive(Clone, Copy)]
 struct Means<R> {
-    /// The kept statistics.
-    mean: R,
-    rstd: R,
     /// What is left of the mean of p.
     delta: R,
     dr: R,
@@ -1963,7 +1998,9 @@ struct BackwardRows<'r, T: Element> {
     gates: &'r mut [T::Real],
     /// g'(gate), of each group of a batch.
     slopes: &'r mut [T::Real],
-    /// Of each group of a batch: sums of q, of dr and of q * dr, and what comes of them.
+    /// Of each group of a batch: the kept mean and rstd; sums of q, of dr and of q * dr; and what comes
+    /// of them.
+    statistics: Each<[T::Real; 2]>,
     sums: Each<[f64; 3]>,
     means: Each<Means<T::Real>>,
     /// As in [`Backward`].
@@ -2045,21 +2082,19 @@ impl<T: Element> BackwardRows<'_, T> {
     where
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
-        let ([rstds, means], zero) = (&self.runs.kept, Real::of(0.0));
+        let [rstds, means] = &self.runs.kept;
         for_each_group!(batch, (row, group, slot) => {
             let rstd = scalar(rstds.row(row)[group].to_f64());
             let mean = scalar(means.row(row).get(group).map_or(0.0, |mean| mean.to_f64()));
-            self.means[slot] = Means { mean, rstd, delta: zero, dr: zero, rdr: zero };
+            self.statistics[slot] = [mean, rstd];
         });
         let mut far = 0;
         if !self.needs_means() {
             return far;
         }
         let slots = batch.len();
-        self.sums[..slots].fill([0.0; 3]);
         let unfused = self.with.gate.is_some() && self.with.fused.is_none();
-        for span in self.groups.spans::<L>() {
-            let span = &span;
+        for_each_span!(L in self.groups, span => {
             if unfused {
                 self.gate_values::<L>(act, batch, span);
             }
@@ -2068,21 +2103,19 @@ impl<T: Element> BackwardRows<'_, T> {
             for slot in bits(found) {
                 // Anew, without the short form.
                 let batch = batch.one(slot);
-                self.sums[slot] = [0.0; 3];
                 self.gate_values::<L>(act, batch, span);
                 let rows = &mut *self;
                 enter!(L, USUAL, Sums { rows, batch, span });
             }
             far |= found;
-        }
+        });
         let per_element = 1.0 / self.groups.len as f64;
         for slot in 0..slots {
-            let ([q, dr, qdr], means) = (self.sums[slot], &mut self.means[slot]);
+            let ([q, dr, qdr], [_, rstd]) = (self.sums[slot], self.statistics[slot]);
             let delta = q * per_element;
-            let rdr = (qdr - delta * dr) * means.rstd.to_f64() * per_element;
-            means.delta = scalar(delta);
-            means.dr = scalar(dr * per_element);
-            means.rdr = scalar(rdr);
+            let rdr = (qdr - delta * dr) * rstd.to_f64() * per_element;
+            let (delta, dr, rdr) = (scalar(delta), scalar(dr * per_element), scalar(rdr));
+            self.means[slot] = Means { delta, dr, rdr };
         }
         far
     }
@@ -2095,8 +2128,7 @@ impl<T: Element> BackwardRows<'_, T> {
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
         let unfused = self.with.gate.is_some() && self.with.fused.is_none();
-        for span in self.groups.spans::<L>() {
-            let span = &span;
+        for_each_span!(L in self.groups, span => {
             if unfused && (self.groups.len > LONG || !self.needs_means()) {
                 self.gate_values::<L>(act, batch, span);
             }
@@ -2111,7 +2143,7 @@ impl<T: Element> BackwardRows<'_, T> {
                 let (rows, batch) = (&mut *self, batch.one(slot));
                 enter!(L, kind, Gradients { rows, batch, span });
             }
-        }
+        });
     }
 }
 
@@ -2219,7 +2251,7 @@ where
         let (fused, next) = (with.fused.is_some(), rows.groups.ahead(batch));
         let mut all_far = 0;
         for_each_group!(batch, (row, group, slot) => {
-            let mean = L::splat(rows.means[slot].mean);
+            let mean = L::splat(rows.statistics[slot][0]);
             let group = rows.group(row, group, slot);
             let (mut noted, mut sums) = (zero, [0.0; 3]);
             for start in span.clone().step_by(CHUNK * L::N) {
@@ -2257,9 +2289,12 @@ where
                     *sum += found.reduce_add().to_f64();
                 }
             }
-            for (sum, found) in rows.sums[slot].iter_mut().zip(sums) {
-                *sum += found;
+            if span.start > 0 {
+                for (sum, so_far) in sums.iter_mut().zip(rows.sums[slot]) {
+                    *sum += so_far;
+                }
             }
+            rows.sums[slot] = sums;
             if fused && <L as Memory<T>>::is_far(noted, SHORT_LIMIT) {
                 all_far |= 1 << slot;
             }
@@ -2284,97 +2319,135 @@ where
     type Output = ();
     #[inline(always)]
     fn run(self) {
-        let Self { rows, batch, span, .. } = self;
-        let (with, stream, cuts) = (rows.with.known::<L, KIND>(), rows.stream, rows.cuts);
-        let zero = L::splat(Real::of(0.0));
-        let (pre, fused) = (with.gate == Some(GatePosition::Pre), with.fused.is_some());
+        let Self { rows, batch, span, lanes } = self;
+        let (with, stream, cuts) = (rows.with, rows.stream, rows.cuts);
         let next = rows.groups.ahead(batch);
         for_each_group!(batch, (row, group, slot) => {
-            let Means { mean, rstd, delta, dr, rdr } = rows.means[slot];
-            let group = rows.group(row, group, slot);
-            let (mean, rstd, delta) = (L::splat(mean), L::splat(rstd), L::splat(delta));
-            let (mean_dr, mean_rdr) = (L::splat(dr), L::splat(rdr));
+            let (statistics, means) = (rows.statistics[slot], rows.means[slot]);
+            let group = &mut rows.group(row, group, slot);
             for start in span.clone().step_by(CHUNK * L::N) {
                 let chunk = Chunk::new::<L>(start, group.x.len());
-                let grad = chunk.of(group.grad, true);
-                let x = chunk.of(group.x, true);
-                let residual = chunk.of(group.residual, with.residual);
-                let gate = chunk.of(group.gate, with.gate.is_some());
-                let grad_sum = chunk.of(group.grad_sum, with.grad_sum);
-                let factor = chunk.registers::<L>(group.factor, chunk.start, true);
-                let bias = chunk.registers::<L>(group.bias, chunk.start, !group.bias.is_empty());
-                let gates = chunk.registers::<L>(group.gates, chunk.kept, with.gate.is_some());
-                let slopes = chunk.registers::<L>(group.slopes, chunk.kept, with.dgate && !fused);
-                let dx = chunk.of_mut(group.dx, with.dx);
-                let dresidual = chunk.of_mut(group.dresidual, with.dresidual);
-                let dgate = chunk.of_mut(group.dgate, with.dgate);
-                let dweight = chunk.registers_mut::<L>(group.dweight, chunk.start, with.dweight);
-                let dbias = chunk.registers_mut::<L>(group.dbias, chunk.start, with.dbias);
-                let (mut a, mut b) = ((), ());
-                blocks!(L in chunk.len,
-                    read [grad, x, residual, gate, grad_sum, factor, bias, gates, slopes],
-                    write [dx, dresidual, dgate, dweight, dbias],
-                    (i, whole, _slot of [a, b]) => {
-                    prefetch::<L, T>(x, i, next);
-                    prefetch::<L, T>(grad, i, next);
-                    prefetch::<L, T>(residual, i, next);
-                    if !fused {
-                        prefetch::<L, T>(gate, i, next);
-                    }
-                    let kept = if with.gate.is_some() { L::get(gates, i) } else { zero };
-                    let parts = Fused::new(kept);
-                    let value = match with.fused {
-                        None => kept,
-                        Some(act) => parts.value(act, gate, i, whole),
-                    };
-                    let at = Inputs { grad, x, residual, factor }.load::<L>(with, mean, value, i, whole);
-                    let r = if with.center { at.q.sub(delta) } else { at.q }.mul(rstd);
-                    if with.dweight {
-                        at.grad1.mul_add(r, L::get(dweight, i)).set(dweight, i);
-                    }
-                    if with.dbias {
-                        at.grad1.add(L::get(dbias, i)).set(dbias, i);
-                    }
-                    let dr = if with.center { at.dr.sub(mean_dr) } else { at.dr };
-                    let dp = r.neg_mul_add(mean_rdr, dr).mul(rstd);
-                    let mut ds = if pre { dp.mul(value) } else { dp };
-                    if with.dgate {
-                        let gradient = match with.fused {
-                            // sigmoid' is s^2 e, of which one s is in p and one in ds; or one in dr.
-                            Some(Act::Sigmoid) if pre => ds.mul(parts.e).mul(at.q),
-                            Some(Act::Sigmoid) => at.dr.mul(r).mul(parts.e.mul(parts.s)),
-                            _ => {
-                                let dvalue = if pre {
-                                    dp.mul(at.sum)
-                                } else if bias.is_empty() {
-                                    at.grad.mul(r.mul(at.factor))
-                                } else {
-                                    at.grad.mul(r.mul(at.factor).add(L::get(bias, i)))
-                                };
-                                let slope = match fused {
-                                    true => parts.silu_slope(read(gate, i, whole)),
-                                    false => L::get(slopes, i),
-                                };
-                                let gradient = dvalue.mul(slope);
-                                if !fused && cuts {
-                                    L::select(slope.le(zero), zero, gradient)
-                                } else {
-                                    gradient
-                                }
-                            }
-                        };
-                        write_block(gradient, dgate, (i, whole), fused, stream);
-                    }
-                    if with.grad_sum {
-                        ds = ds.add(read(grad_sum, i, whole));
-                    }
-                    if with.dx {
-                        write_block(ds, dx, (i, whole), fused, stream);
-                    }
-                    if with.dresidual {
-                        write_block(ds, dresidual, (i, whole), fused, stream);
-                    }
+                let options = (with, stream, cuts);
+                let group = &mut *group;
+                L::enter(GradientsOfChunk::<L, T, KIND> {
+                    options,
+                    group,
+                    chunk,
+                    statistics,
+                    means,
+                    next,
+                    lanes,
                 });
+            }
+        });
+    }
+}
+
+/// [`Gradients`] of a chunk of one group. A function of its own, as its loop needs all registers.
+struct GradientsOfChunk<'r, 'g, L, T: Element, const KIND: usize> {
+    /// What takes part, whether to stream, and [`BackwardRows::cuts`].
+    options: (BackwardWith, bool, bool),
+    group: &'r mut BackwardGroup<'g, T>,
+    chunk: Chunk,
+    statistics: [T::Real; 2],
+    means: Means<T::Real>,
+    /// How many elements behind this chunk to ask for memory.
+    next: usize,
+    lanes: PhantomData<L>,
+}
+
+impl<L, T, const KIND: usize> Task for GradientsOfChunk<'_, '_, L, T, KIND>
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+{
+    type Output = ();
+    #[inline(always)]
+    fn run(self) {
+        let Self { options: (with, stream, cuts), group, chunk, next, .. } = self;
+        let with = with.known::<L, KIND>();
+        let zero = L::splat(Real::of(0.0));
+        let (pre, fused) = (with.gate == Some(GatePosition::Pre), with.fused.is_some());
+        let ([mean, rstd], Means { delta, dr, rdr }) = (self.statistics, self.means);
+        let (mean, rstd, delta) = (L::splat(mean), L::splat(rstd), L::splat(delta));
+        let (mean_dr, mean_rdr) = (L::splat(dr), L::splat(rdr));
+        let grad = chunk.of(group.grad, true);
+        let x = chunk.of(group.x, true);
+        let residual = chunk.of(group.residual, with.residual);
+        let gate = chunk.of(group.gate, with.gate.is_some());
+        let grad_sum = chunk.of(group.grad_sum, with.grad_sum);
+        let factor = chunk.registers::<L>(group.factor, chunk.start, true);
+        let bias = chunk.registers::<L>(group.bias, chunk.start, !group.bias.is_empty());
+        let gates = chunk.registers::<L>(group.gates, chunk.kept, with.gate.is_some());
+        let slopes = chunk.registers::<L>(group.slopes, chunk.kept, with.dgate && !fused);
+        let dx = chunk.of_mut(group.dx, with.dx);
+        let dresidual = chunk.of_mut(group.dresidual, with.dresidual);
+        let dgate = chunk.of_mut(group.dgate, with.dgate);
+        let dweight = chunk.registers_mut::<L>(group.dweight, chunk.start, with.dweight);
+        let dbias = chunk.registers_mut::<L>(group.dbias, chunk.start, with.dbias);
+        let (mut a, mut b) = ((), ());
+        blocks!(L in chunk.len,
+            read [grad, x, residual, gate, grad_sum, factor, bias, gates, slopes],
+            write [dx, dresidual, dgate, dweight, dbias],
+            (i, whole, _slot of [a, b]) => {
+            prefetch::<L, T>(x, i, next);
+            prefetch::<L, T>(grad, i, next);
+            prefetch::<L, T>(residual, i, next);
+            if !fused {
+                prefetch::<L, T>(gate, i, next);
+            }
+            let kept = if with.gate.is_some() { L::get(gates, i) } else { zero };
+            let parts = Fused::new(kept);
+            let value = match with.fused {
+                None => kept,
+                Some(act) => parts.value(act, gate, i, whole),
+            };
+            let at = Inputs { grad, x, residual, factor }.load::<L>(with, mean, value, i, whole);
+            let r = if with.center { at.q.sub(delta) } else { at.q }.mul(rstd);
+            if with.dweight {
+                at.grad1.mul_add(r, L::get(dweight, i)).set(dweight, i);
+            }
+            if with.dbias {
+                at.grad1.add(L::get(dbias, i)).set(dbias, i);
+            }
+            let dr = if with.center { at.dr.sub(mean_dr) } else { at.dr };
+            let dp = r.neg_mul_add(mean_rdr, dr).mul(rstd);
+            let mut ds = if pre { dp.mul(value) } else { dp };
+            if with.dgate {
+                let gradient = match with.fused {
+                    // sigmoid' is s^2 e, of which one s is in p and one in ds; or one in dr.
+                    Some(Act::Sigmoid) if pre => ds.mul(parts.e).mul(at.q),
+                    Some(Act::Sigmoid) => at.dr.mul(r).mul(parts.e.mul(parts.s)),
+                    _ => {
+                        let dvalue = if pre {
+                            dp.mul(at.sum)
+                        } else if bias.is_empty() {
+                            at.grad.mul(r.mul(at.factor))
+                        } else {
+                            at.grad.mul(r.mul(at.factor).add(L::get(bias, i)))
+                        };
+                        let slope = match fused {
+                            true => parts.silu_slope(read(gate, i, whole)),
+                            false => L::get(slopes, i),
+                        };
+                        let gradient = dvalue.mul(slope);
+                        if !fused && cuts {
+                            L::select(slope.le(zero), zero, gradient)
+                        } else {
+                            gradient
+                        }
+                    }
+                };
+                write_block(gradient, dgate, (i, whole), fused, stream);
+            }
+            if with.grad_sum {
+                ds = ds.add(read(grad_sum, i, whole));
+            }
+            if with.dx {
+                write_block(ds, dx, (i, whole), fused, stream);
+            }
+            if with.dresidual {
+                write_block(ds, dresidual, (i, whole), fused, stream);
             }
         });
     }
