@@ -260,6 +260,55 @@ fn normalize() {
     }
 }
 
+/// Several threads call at once, some of them from a pool of their own: whoever has the helpers, and
+/// whoever has to do without them, gets the same bits.
+#[test]
+fn callers_at_once() {
+    let (dtype, shape, d) = (DType::BF16, [5, 301, 520], 520);
+    let inputs = || {
+        let mut inputs = vec![random(dtype, &shape, 1), random(dtype, &shape, 2)];
+        inputs.push(random(dtype, &[d], 3));
+        inputs.push(random(DType::F32, &[5, 301, 1], 4));
+        inputs
+    };
+    let outputs = || vec![Output::new(dtype, &shape), Output::new(dtype, &[d])];
+    let norm = Normalize::rms_norm();
+    let backward = Call::new(inputs(), outputs(), |i, mut o| {
+        let (dweight, dx) = (o.pop(), o.pop());
+        norm.backward_into(NormalizeBackward {
+            weight: Some(i[2]),
+            dx,
+            dweight,
+            ..NormalizeBackward::new(i[1], i[0], i[3])
+        })
+    });
+    let softmax = Call::new(inputs(), vec![Output::new(dtype, &shape)], |i, mut o| {
+        Softmax::over(1).forward_into(i[0], o.remove(0))
+    });
+    let silu = Call::new(inputs(), vec![Output::new(dtype, &shape)], |i, mut o| {
+        Act::Silu.backward_into(i[0], i[1], o.remove(0))
+    });
+    let calls = [("norm backward", backward), ("softmax", softmax), ("silu backward", silu)];
+    let alone: Vec<Results> = calls.iter().map(|(_, call)| call.dense().unwrap()).collect();
+    std::thread::scope(|scope| {
+        for caller in 0..6 {
+            let (calls, alone) = (&calls, &alone);
+            scope.spawn(move || {
+                for round in 0..12 {
+                    let which = (caller + round) % calls.len();
+                    let (name, call) = &calls[which];
+                    let got = match caller % 3 {
+                        0 => on_threads(2, || call.dense().unwrap()),
+                        _ => call.dense().unwrap(),
+                    };
+                    let what = format!("{name}, caller {caller}, round {round}");
+                    assert_same_bits(&alone[which], &got, &what);
+                }
+            });
+        }
+    });
+}
+
 /// A tensor cut into parts along its first dimension.
 fn cut(input: &Input, range: std::ops::Range<usize>) -> Input {
     let step: usize = input.shape[1..].iter().product();
