@@ -312,11 +312,13 @@ pub(crate) fn team(device: &Device, vectors: usize, numbers: usize) -> (Team, us
     (Team { units, rows, plane, sync }, kept)
 }
 
-/// The units of a cube, where units hold many numbers for long: a plane of NVIDIA's. For larger
-/// cubes its compiler keeps to fewer registers, so that more of them fit a multiprocessor, and
-/// spills a few. As many cubes of this size as a multiprocessor may have fill half of it, which is
-/// enough for loads of 128 bits.
-pub(crate) const FULL_CUBE: u32 = 32;
+/// The units of a cube, where units hold many numbers for long: one plane, but no fewer than 32, which
+/// is NVIDIA's. For larger cubes its compiler keeps to fewer registers, so that more of them fit a
+/// multiprocessor, and spills a few. As many cubes of this size as a multiprocessor may have fill half
+/// of it, which is enough for loads of 128 bits.
+pub(crate) fn full_cube(device: &Device) -> u32 {
+    device.properties().hardware.plane_size_max.max(32).min(device.units())
+}
 
 /// The cubes of a launch.
 pub(crate) struct Grid {
@@ -346,7 +348,7 @@ impl Grid {
         units: usize,
         numbers: usize,
     ) -> Result<Self> {
-        let cube = FULL_CUBE.min(device.units());
+        let cube = full_cube(device);
         let dim = CubeDim::new_1d(cube);
         Self::new(operator, device, units.div_ceil(cube as usize), dim, numbers)
     }

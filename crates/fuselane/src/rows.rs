@@ -2,8 +2,8 @@
 //!
 //! [`Rows`] takes the views of a call, checks what all operators ask of them (shapes, dtypes,
 //! contiguous rows, no output over an input), and hands out the rows: in parallel, in
-//! [`Part`]s that own disjoint ranges of them, and within a part one [`Row`] at a time. The kernels
-//! above are safe code; this file holds the pointers.
+//! [`Part`]s that own disjoint ranges of them, and within a part one [`Row`] at a time, or a run of
+//! them ([`Runs`]). The kernels above are safe code; this file holds the pointers.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -11,6 +11,7 @@ use std::ops::Range;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::parallel;
+use crate::scratch::Scratch;
 use crate::simd::{MAX_LANES, STREAM_ALIGN};
 use crate::view::{MAX_RANK, View, ViewMut};
 
@@ -171,7 +172,8 @@ impl<T: Element> RunMut<'_, T> {
     #[inline(always)]
     pub(crate) fn row(&mut self, row: usize) -> &mut [T] {
         assert!(row < self.rows);
-        // SAFETY: as for `Run::row`; the borrow of `self` keeps two from being held at once.
+        // SAFETY: as for `Run::row`, or `Stage::of` made this of memory that holds all of its rows; the
+        // borrow of `self` keeps two from being held at once.
         unsafe {
             let p = self.base.wrapping_byte_offset(row as isize * self.step);
             std::slice::from_raw_parts_mut(p, self.len)
@@ -182,8 +184,9 @@ impl<T: Element> RunMut<'_, T> {
 /// Memory of a task's own for rows of an output that follow each other without gaps, but begin where
 /// no store may go past the caches. They are written here, and leave together, of which all but the
 /// ends is aligned.
-pub(crate) struct Stage<T> {
-    memory: Vec<T>,
+pub(crate) struct Stage<T: Element> {
+    /// Of the thread's, once it is needed.
+    memory: Option<Scratch<T::Real>>,
 }
 
 impl<T: Element> Stage<T> {
@@ -191,7 +194,7 @@ impl<T: Element> Stage<T> {
     const MOST: usize = 64 << 10;
 
     pub(crate) fn new() -> Self {
-        Self { memory: Vec::new() }
+        Self { memory: None }
     }
 
     /// Where to write some rows, if that is here.
@@ -203,12 +206,11 @@ impl<T: Element> Stage<T> {
         if aligned || !dense {
             return None;
         }
-        let needed = rows.rows * rows.len + STREAM_ALIGN / size_of::<T>();
-        if self.memory.len() < needed {
-            self.memory.resize(needed, T::default());
-        }
+        let needed = (rows.rows * bytes + STREAM_ALIGN).div_ceil(size_of::<T::Real>());
+        let memory = self.memory.take().filter(|memory| memory.len() >= needed);
+        let memory = self.memory.insert(memory.unwrap_or_else(|| Scratch::new(needed)));
         // As far from a multiple of the alignment as the rows themselves.
-        let memory = self.memory.as_mut_ptr();
+        let memory = memory.as_mut_ptr().cast::<T>();
         let distance = (rows.base as usize).wrapping_sub(memory as usize) % STREAM_ALIGN;
         let base = memory.wrapping_byte_add(distance);
         Some(RunMut { base, step: rows.step, rows: rows.rows, len: rows.len, memory: PhantomData })
@@ -232,9 +234,11 @@ where
     fn run(self) {
         let Self { from, to, .. } = self;
         assert!(from.rows == to.rows && from.len == to.len && from.step == to.step);
+        assert!(to.step == (to.len * size_of::<T>()) as isize);
         let len = to.rows * to.len;
-        // SAFETY: `Stage::of` made sure that both runs are dense, and has memory for all of them; `to`
-        // is borrowed exclusively, and so is the stage by `from`.
+        // SAFETY: both have these rows, and without gaps, as was just checked; `to` is borrowed
+        // exclusively, and `from` is ours. Numbers of the stage that nobody has written are those of
+        // other scratch.
         let (from, to) = unsafe {
             (
                 std::slice::from_raw_parts(from.base, len),

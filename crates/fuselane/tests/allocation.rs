@@ -117,6 +117,16 @@ fn nothing_of_tensor_size() {
         Softmax::over(-1).forward_into(x, ViewMut::new(&mut o, &long)?)?;
         Softmax::over(-1).backward_into(x, View::new(&grad, &long)?, ViewMut::new(&mut dx, &long)?)
     });
+    // More than most last-level caches, in rows that stores past them have to be gathered for.
+    let odd = [300_001, 127];
+    let many = vec![bf16::from_f32(0.5); odd[0] * odd[1]];
+    let mut results = vec![bf16::ZERO; odd[0] * odd[1]];
+    check("softmax of odd rows", || {
+        let x = View::new(&many, &odd)?;
+        Softmax::over(-1).forward_into(x, ViewMut::new(&mut results, &odd)?)?;
+        Softmax::over(-1).backward_into(x, x, ViewMut::new(&mut results, &odd)?)
+    });
+    drop((many, results));
     for norm in
         [Normalize::rms_norm(), Normalize::layer_norm(), Normalize::layer_norm().with_groups(8)]
     {

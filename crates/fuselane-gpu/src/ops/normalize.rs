@@ -18,7 +18,7 @@ use crate::kernel::reduce::{Fold, Team, over_lanes, over_units};
 use crate::kernel::storage::{Format, Place, load, row_start, store};
 use crate::kernel::sums::sum_partials;
 use crate::launch::{
-    FULL_CUBE, Grid, Rows, Storage, buffer, check_buffers, largest, launch, one_device,
+    Grid, Rows, Storage, buffer, check_buffers, full_cube, largest, launch, one_device,
     result_like, team, unused, with_words,
 };
 use crate::tensor::Tensor;
@@ -1242,12 +1242,13 @@ struct Backward<'a> {
 
 /// How many times a team walks on to other rows, where the gradients of parameters are summed.
 ///
-/// There are so many cubes that they fill a device, and so few that partial sums are few; and a
-/// register sums so few rows that its error stays small.
-fn steps(rows: usize, team: Team) -> usize {
+/// There are so many cubes that they fill a device, of units that are few in a `full` cube; and so few
+/// that partial sums are few: those of 2,048 blocks, of rows of 256, take 2 MiB. A register sums so
+/// few rows that its error stays small; where there are very many, blocks are more.
+fn steps(rows: usize, team: Team, full: u32) -> usize {
     const ROWS: usize = 16;
     const STEPS: usize = 128;
-    let most = if team.units * team.rows <= FULL_CUBE { 2048 } else { 512 };
+    let most = if team.units * team.rows <= full { 2048 } else { 512 };
     let blocks = (rows / ROWS).clamp(1, most);
     rows.div_ceil(blocks * team.rows as usize).clamp(1, STEPS)
 }
@@ -1296,8 +1297,9 @@ fn run_backward(
         .iter()
         .sum::<usize>();
     let (mut team, kept) = team(device, vectors, n * held);
-    if team.units <= FULL_CUBE && (dweight.is_some() || dbias.is_some()) {
-        team.rows = FULL_CUBE / team.units;
+    let full = full_cube(device);
+    if team.units <= full && (dweight.is_some() || dbias.is_some()) {
+        team.rows = full / team.units;
     }
     let kind = BackwardKind {
         inputs: Inputs::new(options, storage, [residual, gate, weight, bias]),
@@ -1311,7 +1313,7 @@ fn run_backward(
         kept,
     };
     let count = rows.count();
-    let steps = if kind.needs_parameters() { steps(count, team) } else { 1 };
+    let steps = if kind.needs_parameters() { steps(count, team, full) } else { 1 };
     let blocks = count.div_ceil(steps * team.rows as usize);
     let partial_rows = if kept > 0 { blocks } else { blocks * team.rows as usize };
     let partials = |asked: Option<&Tensor>| asked.map(|_| memory(&[partial_rows, d])).transpose();
@@ -1388,6 +1390,9 @@ mod tests {
                 all.narrow(0, 0, shape[0])
             };
             run_backward(&options, call, &memory).expect("gradients");
+            // So many partial sums that the cubes do not fit one dimension.
+            let blocks = given.borrow()[0].shape()[0] / 2;
+            assert!(blocks * d > 65_535, "{blocks} blocks of {d} groups");
             for gradient in &gradients {
                 let numbers = gradient.download::<f32>().expect("a gradient");
                 assert!(numbers.iter().all(|&number| number == rows as f32));

@@ -35,9 +35,9 @@
 //! more than x, find p as the first pass kept it. The values of the gate are kept from pass to pass
 //! too; in usual calls the passes evaluate its short form themselves, and the general code takes
 //! over where an argument is too large for that. Of a very long group all is found anew in each
-//! pass, chunk by chunk. A pass over a chunk is a function of its own, small enough that its sums
-//! and constants stay in registers; the usual calls have loops of their own, the others choose
-//! block by block.
+//! pass, chunk by chunk. Short groups go in batches, pass by pass. A pass over a batch is a function
+//! of its own (where its loop needs all registers, one over a chunk is), so that sums and constants
+//! stay in registers; the usual calls have loops of their own, the others choose block by block.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -687,8 +687,8 @@ impl Normalize {
     }
 }
 
-/// Sums run in lanes within a chunk of this many blocks, and in f64 across chunks. With a pass over a
-/// chunk a function call, fewer would cost time and more would cost accuracy.
+/// Sums run in lanes within a chunk of this many blocks, and in f64 across chunks: fewer would cost
+/// time, and more would cost accuracy.
 const CHUNK: usize = 128;
 
 /// Of a longer group, what passes hand on is computed anew in each of them, so that no row needs
@@ -3135,6 +3135,22 @@ mod tests {
                 let near = gated_call::<bf16>(&norm, d, &gate, false)?;
                 for (near, far) in near.iter().zip(&far).take(4) {
                     assert_eq!(near[..], far[..near.len()]);
+                }
+                // Nor do they among several such rows, in the middle of batches.
+                let rows = 37;
+                let mut gate: Vec<f64> = numbers(rows * d, 8).iter().map(|v| 9.0 * v).collect();
+                let near = gated_call::<bf16>(&norm, d, &gate, false)?;
+                let far_rows = [1, 2, 7, 20, 36];
+                for row in far_rows {
+                    gate[row * d + d / 2] = 90.0;
+                }
+                check::<bf16>(&norm, d, &gate, 7)?;
+                let far = gated_call::<bf16>(&norm, d, &gate, false)?;
+                for (near, far) in near.iter().zip(&far).take(4) {
+                    let len = near.len() / rows;
+                    for row in (0..rows).filter(|row| !far_rows.contains(row)) {
+                        assert_eq!(near[row * len..][..len], far[row * len..][..len], "{row}");
+                    }
                 }
             }
         }

@@ -604,7 +604,8 @@ where
     total
 }
 
-/// [`exp_sum`] of the whole blocks of several rows, without a shift, for lanes with short forms: where all elements are within [`NEAR`] of 0, there is no maximum to look for first. Tells
+/// [`exp_sum`] of the whole blocks of several rows, without a shift, for lanes with short forms:
+/// where all elements are within [`NEAR`] of 0, there is no maximum to look for first. Tells
 /// whether some are not.
 struct NearExpSums<'a, 'r, L, T: Element> {
     x: &'a Run<'r, T>,

@@ -428,7 +428,8 @@ impl Memory<f16> for Avx2ForF16 {
     #[inline(always)]
     fn read_end(row: &[f16], i: usize, fill: f32) -> Self {
         if row.len() >= 16 {
-            return Self::widen(end_of_row(row, i, f16::from_f32(fill)));
+            // The constant form, as the other asks the CPU what it has.
+            return Self::widen(end_of_row(row, i, f16::from_f32_const(fill)));
         }
         // SAFETY: a block holds sixteen.
         unsafe { Self::load(row_end(row, i, fill).as_ptr()) }
