@@ -287,6 +287,35 @@ mod tests {
         panic!("nobody has helped in 100 calls");
     }
 
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn helpers_leave_the_callers_cpu() {
+        let allowed = || -> Vec<usize> {
+            // SAFETY: the set is ours and of the size that is told.
+            let set = unsafe {
+                let mut set: libc::cpu_set_t = std::mem::zeroed();
+                libc::sched_getaffinity(0, size_of_val(&set), &mut set);
+                set
+            };
+            // SAFETY: these are numbers within the set.
+            (0..8 * size_of_val(&set)).filter(|&i| unsafe { libc::CPU_ISSET(i, &set) }).collect()
+        };
+        let before = allowed();
+        let alone = before.len() < 2;
+        // The system may send it back at once, but not each time.
+        let left = (0..100).any(|_| {
+            let here = cpu();
+            leave(here);
+            cpu() != here
+        });
+        assert!(left || alone);
+        assert_eq!(allowed(), before, "the thread may run where it could before");
+        let here = cpu();
+        leave(here + 1_000_000);
+        leave(usize::MAX);
+        assert_eq!(allowed(), before);
+    }
+
     #[test]
     fn panics_are_the_callers_and_the_team_goes_on() {
         let mut team = Team::new();
