@@ -604,10 +604,10 @@ where
     total
 }
 
-/// [`exp_sum`] of the whole blocks of several rows, without a shift, for lanes with short forms:
-/// where all elements are within [`NEAR`] of 0, there is no maximum to look for first. Tells
-/// whether some are not.
-struct NearExpSums<'a, 'r, L, T: Element> {
+/// [`exp_sum`] of the whole blocks of several rows, then of their `ENDS`, without a shift, for lanes
+/// with short forms: where all elements are within [`NEAR`] of 0, there is no maximum to look for
+/// first. Tells whether some are not.
+struct NearExpSums<'a, 'r, L, T: Element, const ENDS: bool> {
     x: &'a Run<'r, T>,
     rows: usize,
     /// The exponentials, `room` for each row.
@@ -617,7 +617,7 @@ struct NearExpSums<'a, 'r, L, T: Element> {
     lanes: PhantomData<L>,
 }
 
-impl<L, T> simd::Task for NearExpSums<'_, '_, L, T>
+impl<L, T> simd::Task for NearExpSums<'_, '_, L, T, false>
 where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
@@ -665,18 +665,8 @@ where
     }
 }
 
-/// [`NearExpSums`] of the rows' ends. A task of its own, as the loop over whole blocks needs all
-/// registers.
-struct NearExpEnds<'a, 'r, L, T: Element> {
-    x: &'a Run<'r, T>,
-    rows: usize,
-    scratch: &'a mut [T::Real],
-    room: usize,
-    sums: &'a mut [f64; BATCH],
-    lanes: PhantomData<L>,
-}
-
-impl<L, T> simd::Task for NearExpEnds<'_, '_, L, T>
+/// Of the rows' ends. A task of its own, as the loop over whole blocks needs all registers.
+impl<L, T> simd::Task for NearExpSums<'_, '_, L, T, true>
 where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
@@ -842,9 +832,10 @@ where
         if KEPT && L::HAS_SHORT {
             let (x, rows, sums) = (&x, runs.rows, &mut sums);
             let (scratch, lanes) = (&mut *scratch, PhantomData::<L>);
-            let mut far = L::enter(NearExpSums { x, rows, scratch, room, sums, lanes });
+            let task = NearExpSums::<_, _, false> { x, rows, scratch, room, sums, lanes };
+            let mut far = L::enter(task);
             if !x.len().is_multiple_of(L::N) {
-                far |= L::enter(NearExpEnds { x, rows, scratch, room, sums, lanes });
+                far |= L::enter(NearExpSums::<_, _, true> { x, rows, scratch, room, sums, lanes });
             }
             finish_near_exp_sums::<L, T>(far, x, scratch, room, &mut sums[..rows]);
         } else {
