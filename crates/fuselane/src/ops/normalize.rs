@@ -2403,7 +2403,13 @@ where
                 Some(act) => parts.value(act, gate, i, whole),
             };
             let at = Inputs { grad, x, residual, factor }.load::<L>(with, mean, value, i, whole);
-            let r = if with.center { at.q.sub(delta) } else { at.q }.mul(rstd);
+            // Short ways from the gate to the results: many such ways have to be under way at once.
+            let scale = if pre { value.mul(rstd) } else { rstd };
+            let r = match with.center {
+                true => at.q.sub(delta).mul(rstd),
+                false if pre && fused => at.sum.mul(scale),
+                false => at.q.mul(rstd),
+            };
             if with.dweight {
                 at.grad1.mul_add(r, L::get(dweight, i)).set(dweight, i);
             }
@@ -2411,16 +2417,17 @@ where
                 at.grad1.add(L::get(dbias, i)).set(dbias, i);
             }
             let dr = if with.center { at.dr.sub(mean_dr) } else { at.dr };
-            let dp = r.neg_mul_add(mean_rdr, dr).mul(rstd);
-            let mut ds = if pre { dp.mul(value) } else { dp };
+            // The gradient of p, but for its factor rstd.
+            let dp = r.neg_mul_add(mean_rdr, dr);
+            let mut ds = dp.mul(scale);
             if with.dgate {
                 let gradient = match with.fused {
-                    // sigmoid' is s^2 e, of which one s is in p and one in ds; or one in dr.
-                    Some(Act::Sigmoid) if pre => ds.mul(parts.e).mul(at.q),
+                    // sigmoid' is s^2 e, of which one s is in r, or in dr.
+                    Some(Act::Sigmoid) if pre => dp.mul(r.mul(parts.e.mul(parts.s))),
                     Some(Act::Sigmoid) => at.dr.mul(r).mul(parts.e.mul(parts.s)),
                     _ => {
                         let dvalue = if pre {
-                            dp.mul(at.sum)
+                            dp.mul(rstd).mul(at.sum)
                         } else if bias.is_empty() {
                             at.grad.mul(r.mul(at.factor))
                         } else {
