@@ -1,4 +1,9 @@
-//! AVX2 + FMA + F16C: sixteen f32 in two registers.
+//! AVX2 + FMA + F16C: sixteen f32 in two registers; and the same lanes where AVX-512 is there too.
+//!
+//! With `VL`, code is compiled for AVX-512 as well (F, BW, DQ, VL): still registers of 256 bits, but 32
+//! of them instead of 16, so that constants and sums stay in them, and loads that leave out what is not
+//! there. Registers of 512 bits were no faster on a Zen 4, which works on them in halves (see
+//! docs/performance.md).
 //!
 //! For f32 and f16, the first register holds elements 0..8 and the second 8..16. For bf16, the first
 //! holds the elements of even index and the second those of odd index: they are then widened by a
@@ -14,17 +19,18 @@ use super::{F32Lanes, Lanes, Memory, Task, row_end};
 use crate::dtype::Element;
 
 #[derive(Clone, Copy)]
-pub(crate) struct Avx2<const SPLIT: bool, const STORED_BITS: u32>(__m256, __m256);
+pub(crate) struct Avx2<const SPLIT: bool, const STORED_BITS: u32, const VL: bool>(__m256, __m256);
 
-pub(crate) type Avx2ForF32 = Avx2<false, 24>;
-pub(crate) type Avx2ForF16 = Avx2<false, 11>;
-pub(crate) type Avx2ForBf16 = Avx2<true, 8>;
+pub(crate) type ForF32<const VL: bool> = Avx2<false, 24, VL>;
+pub(crate) type ForF16<const VL: bool> = Avx2<false, 11, VL>;
+pub(crate) type ForBf16<const VL: bool> = Avx2<true, 8, VL>;
 
 /// Calls an intrinsic.
 ///
 /// SAFETY of every use: the lanes of this file are only made by kernels that `super::run` enters
-/// after `Isa::Avx2` was found available, so the CPU has AVX2, FMA and F16C. Intrinsics that
-/// touch memory are used under the pointer promises of their caller.
+/// after `Isa::Avx2` was found available, so the CPU has AVX2, FMA and F16C; or, with `VL`, after
+/// `Isa::Avx512` was, so it has F, BW, DQ and VL of AVX-512 besides. Intrinsics that touch memory
+/// are used under the pointer promises of their caller.
 macro_rules! x86 {
     ($($call:tt)*) => {{
         #[allow(clippy::undocumented_unsafe_blocks)]
@@ -45,7 +51,9 @@ fn align_frame() {
     black_box(register.as_mut_ptr());
 }
 
-impl<const SPLIT: bool, const STORED_BITS: u32> Lanes for Avx2<SPLIT, STORED_BITS> {
+impl<const SPLIT: bool, const STORED_BITS: u32, const VL: bool> Lanes
+    for Avx2<SPLIT, STORED_BITS, VL>
+{
     type Real = f32;
     type Mask = (__m256, __m256);
     const N: usize = 16;
@@ -149,15 +157,20 @@ impl<const SPLIT: bool, const STORED_BITS: u32> Lanes for Avx2<SPLIT, STORED_BIT
         /// takes two, since rustc forgets `inline(never)` beside `target_feature` (1.95 does); the
         /// outer one keeps it, and lacks the features that inlining the other would need.
         #[inline(never)]
-        fn apart<K: Task>(task: K) -> K::Output {
-            x86!(compiled(task))
+        fn apart<K: Task, const VL: bool>(task: K) -> K::Output {
+            x86!(if VL { compiled_for_vl(task) } else { compiled(task) })
         }
         #[target_feature(enable = "avx2,fma,f16c")]
         fn compiled<K: Task>(task: K) -> K::Output {
             align_frame();
             task.run()
         }
-        apart(task)
+        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+        fn compiled_for_vl<K: Task>(task: K) -> K::Output {
+            align_frame();
+            task.run()
+        }
+        apart::<K, VL>(task)
     }
     #[inline(always)]
     fn swap_pairs(self) -> Self {
@@ -230,7 +243,9 @@ impl<const SPLIT: bool, const STORED_BITS: u32> Lanes for Avx2<SPLIT, STORED_BIT
     }
 }
 
-impl<const SPLIT: bool, const STORED_BITS: u32> F32Lanes for Avx2<SPLIT, STORED_BITS> {
+impl<const SPLIT: bool, const STORED_BITS: u32, const VL: bool> F32Lanes
+    for Avx2<SPLIT, STORED_BITS, VL>
+{
     const FUSED: bool = true;
     const STORED_BITS: u32 = STORED_BITS;
 
@@ -296,7 +311,7 @@ impl<const SPLIT: bool, const STORED_BITS: u32> F32Lanes for Avx2<SPLIT, STORED_
     }
 }
 
-impl<const SPLIT: bool, const STORED_BITS: u32> Avx2<SPLIT, STORED_BITS> {
+impl<const SPLIT: bool, const STORED_BITS: u32, const VL: bool> Avx2<SPLIT, STORED_BITS, VL> {
     /// The representations, shifted to the left.
     #[inline(always)]
     fn shifted<const BITS: i32>(self) -> (__m256, __m256) {
@@ -307,11 +322,31 @@ impl<const SPLIT: bool, const STORED_BITS: u32> Avx2<SPLIT, STORED_BITS> {
     }
 }
 
-impl<const SPLIT: bool, const STORED_BITS: u32> Memory<f32> for Avx2<SPLIT, STORED_BITS> {
+impl<const SPLIT: bool, const STORED_BITS: u32, const VL: bool> Memory<f32>
+    for Avx2<SPLIT, STORED_BITS, VL>
+{
     #[inline(always)]
     unsafe fn load(p: *const f32) -> Self {
         // SAFETY: the caller's promise.
         let Self(a, b) = unsafe { Self::load_raw(p) };
+        if SPLIT { split(a, b) } else { Self(a, b) }
+    }
+    #[inline(always)]
+    fn read_end(row: &[f32], i: usize, fill: f32) -> Self {
+        if !VL {
+            // SAFETY: a block holds sixteen.
+            return unsafe { Self::load(row_end(row, i, fill).as_ptr()) };
+        }
+        let (inside, p) = (inside(row, i), row.as_ptr().wrapping_add(i));
+        // What is not inside is not read.
+        let (a, b) = x86!({
+            let fill = _mm256_set1_ps(fill);
+            let upper = p.wrapping_add(8);
+            (
+                _mm256_mask_loadu_ps(fill, inside as __mmask8, p),
+                _mm256_mask_loadu_ps(fill, (inside >> 8) as __mmask8, upper),
+            )
+        });
         if SPLIT { split(a, b) } else { Self(a, b) }
     }
     type Packed = Self;
@@ -335,10 +370,10 @@ impl<const SPLIT: bool, const STORED_BITS: u32> Memory<f32> for Avx2<SPLIT, STOR
 
 /// From index order to even and odd indices.
 #[inline(always)]
-fn split<const SPLIT: bool, const STORED_BITS: u32>(
+fn split<const SPLIT: bool, const STORED_BITS: u32, const VL: bool>(
     a: __m256,
     b: __m256,
-) -> Avx2<SPLIT, STORED_BITS> {
+) -> Avx2<SPLIT, STORED_BITS, VL> {
     #[inline(always)]
     fn untwist(v: __m256) -> __m256 {
         x86!(_mm256_castpd_ps(_mm256_permute4x64_pd::<0b11_01_10_00>(_mm256_castps_pd(v))))
@@ -351,10 +386,10 @@ fn split<const SPLIT: bool, const STORED_BITS: u32>(
 
 /// From even and odd indices back to index order.
 #[inline(always)]
-fn merge<const SPLIT: bool, const STORED_BITS: u32>(
+fn merge<const SPLIT: bool, const STORED_BITS: u32, const VL: bool>(
     even: __m256,
     odd: __m256,
-) -> Avx2<SPLIT, STORED_BITS> {
+) -> Avx2<SPLIT, STORED_BITS, VL> {
     x86!({
         let (low, high) = (_mm256_unpacklo_ps(even, odd), _mm256_unpackhi_ps(even, odd));
         Avx2(_mm256_permute2f128_ps::<0x20>(low, high), _mm256_permute2f128_ps::<0x31>(low, high))
@@ -364,11 +399,11 @@ fn merge<const SPLIT: bool, const STORED_BITS: u32>(
 /// [`Memory::note`] for 16-bit floats, as integers, sixteen at once: magnitudes are in the order of
 /// their representations.
 #[inline(always)]
-fn note<T: Element<Real = f32>, const SPLIT: bool, const STORED_BITS: u32>(
+fn note<T: Element<Real = f32>, const SPLIT: bool, const STORED_BITS: u32, const VL: bool>(
     row: &[T],
     i: usize,
-    so_far: Avx2<SPLIT, STORED_BITS>,
-) -> Avx2<SPLIT, STORED_BITS> {
+    so_far: Avx2<SPLIT, STORED_BITS, VL>,
+) -> Avx2<SPLIT, STORED_BITS, VL> {
     const { assert!(size_of::<T>() == 2) };
     let end;
     let block = if i + 16 <= row.len() {
@@ -390,8 +425,8 @@ fn note<T: Element<Real = f32>, const SPLIT: bool, const STORED_BITS: u32>(
 
 /// [`Memory::is_far`] for what [`note`] gives.
 #[inline(always)]
-fn is_far<const SPLIT: bool, const STORED_BITS: u32>(
-    noted: Avx2<SPLIT, STORED_BITS>,
+fn is_far<const SPLIT: bool, const STORED_BITS: u32, const VL: bool>(
+    noted: Avx2<SPLIT, STORED_BITS, VL>,
     limit: u16,
 ) -> bool {
     x86!({
@@ -401,14 +436,29 @@ fn is_far<const SPLIT: bool, const STORED_BITS: u32>(
     })
 }
 
-/// The last elements of a row of sixteen or more 16-bit numbers, from `i` on, and `fill` behind them:
-/// those of the row's last sixteen that come before `i` are shifted out.
+/// Which of the sixteen elements from `i` on a row has, as bits.
+#[inline(always)]
+fn inside<T>(row: &[T], i: usize) -> __mmask16 {
+    let count = row.len().saturating_sub(i).min(16);
+    ((1u32 << count) - 1) as __mmask16
+}
+
+/// The last elements of a row of 16-bit numbers, from `i` on, and `fill` behind them. Without `VL`
+/// the row has sixteen or more: those of its last sixteen that come before `i` are shifted out.
 ///
 /// All in registers. What goes through memory has to wait until its stores are done, and those
 /// before them: a row's results, which may be on their way to memory.
 #[inline(always)]
-fn end_of_row<T: Element>(row: &[T], i: usize, fill: T) -> __m256i {
+fn end_of_row<T: Element, const VL: bool>(row: &[T], i: usize, fill: T) -> __m256i {
     const { assert!(size_of::<T>() == 2) };
+    if VL {
+        let (inside, p) = (inside(row, i), row.as_ptr().wrapping_add(i));
+        return x86!({
+            let fill = _mm256_set1_epi16(std::mem::transmute_copy::<T, i16>(&fill));
+            // What is not inside is not read.
+            _mm256_mask_loadu_epi16(fill, inside, p.cast())
+        });
+    }
     static INSIDE: [i16; 32] = {
         let (mut inside, mut i) = ([0; 32], 0);
         while i < 16 {
@@ -436,16 +486,16 @@ fn end_of_row<T: Element>(row: &[T], i: usize, fill: T) -> __m256i {
     })
 }
 
-impl Memory<f16> for Avx2ForF16 {
+impl<const VL: bool> Memory<f16> for ForF16<VL> {
     #[inline(always)]
     unsafe fn load(p: *const f16) -> Self {
         x86!(Self::widen(_mm256_loadu_si256(p.cast())))
     }
     #[inline(always)]
     fn read_end(row: &[f16], i: usize, fill: f32) -> Self {
-        if row.len() >= 16 {
+        if VL || row.len() >= 16 {
             // The constant form, as the other asks the CPU what it has.
-            return Self::widen(end_of_row(row, i, f16::from_f32_const(fill)));
+            return Self::widen(end_of_row::<_, VL>(row, i, f16::from_f32_const(fill)));
         }
         // SAFETY: a block holds sixteen.
         unsafe { Self::load(row_end(row, i, fill).as_ptr()) }
@@ -473,7 +523,7 @@ impl Memory<f16> for Avx2ForF16 {
     }
 }
 
-impl Avx2ForF16 {
+impl<const VL: bool> ForF16<VL> {
     #[inline(always)]
     fn widen(block: __m256i) -> Self {
         x86!(Self(
@@ -491,15 +541,15 @@ impl Avx2ForF16 {
     }
 }
 
-impl Memory<bf16> for Avx2ForBf16 {
+impl<const VL: bool> Memory<bf16> for ForBf16<VL> {
     #[inline(always)]
     unsafe fn load(p: *const bf16) -> Self {
         x86!(Self::widen(_mm256_loadu_si256(p.cast())))
     }
     #[inline(always)]
     fn read_end(row: &[bf16], i: usize, fill: f32) -> Self {
-        if row.len() >= 16 {
-            return Self::widen(end_of_row(row, i, bf16::from_f32(fill)));
+        if VL || row.len() >= 16 {
+            return Self::widen(end_of_row::<_, VL>(row, i, bf16::from_f32(fill)));
         }
         // SAFETY: a block holds sixteen.
         unsafe { Self::load(row_end(row, i, fill).as_ptr()) }
@@ -543,7 +593,7 @@ impl Memory<bf16> for Avx2ForBf16 {
     }
 }
 
-impl Avx2ForBf16 {
+impl<const VL: bool> ForBf16<VL> {
     #[inline(always)]
     fn widen(pairs: __m256i) -> Self {
         x86!({

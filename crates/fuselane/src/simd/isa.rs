@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 /// An instruction set that kernels are compiled for.
 ///
 /// The best one that the CPU has is chosen once per process. The environment variable
-/// `FUSELANE_ISA` (`portable` or `avx2`) forces one; a name that is unknown, or that this CPU
+/// `FUSELANE_ISA` (`portable`, `avx2` or `avx512`) forces one; a name that is unknown, or that this CPU
 /// lacks, is ignored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Isa {
@@ -18,11 +18,14 @@ pub enum Isa {
     Portable,
     /// x86-64 with AVX2, FMA and F16C.
     Avx2,
+    /// x86-64 with AVX-512 (F, BW, DQ and VL) besides: the lanes of [`Isa::Avx2`] with twice as many
+    /// registers.
+    Avx512,
 }
 
 impl Isa {
     /// All of them, slowest first.
-    pub const ALL: [Self; 2] = [Self::Portable, Self::Avx2];
+    pub const ALL: [Self; 3] = [Self::Portable, Self::Avx2, Self::Avx512];
 
     /// Whether this CPU can run it.
     pub fn is_available(self) -> bool {
@@ -34,8 +37,16 @@ impl Isa {
                     && is_x86_feature_detected!("fma")
                     && is_x86_feature_detected!("f16c")
             }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                Self::Avx2.is_available()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+            }
             #[cfg(not(target_arch = "x86_64"))]
-            Self::Avx2 => false,
+            Self::Avx2 | Self::Avx512 => false,
         }
     }
 
@@ -44,11 +55,12 @@ impl Isa {
         Self::ALL.into_iter().filter(|isa| isa.is_available())
     }
 
-    /// `"portable"` or `"avx2"`, as in `FUSELANE_ISA`.
+    /// `"portable"`, `"avx2"` or `"avx512"`, as in `FUSELANE_ISA`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Portable => "portable",
             Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
         }
     }
 }
@@ -63,7 +75,8 @@ impl FromStr for Isa {
     type Err = Error;
     fn from_str(name: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|isa| isa.name() == name).ok_or_else(|| {
-            Error::new("isa", "name", format!("is {name:?}"), "\"portable\" or \"avx2\"")
+            let names = "\"portable\", \"avx2\" or \"avx512\"";
+            Error::new("isa", "name", format!("is {name:?}"), names)
         })
     }
 }

@@ -494,20 +494,26 @@ where
     L::enter(Bound::<K, L, T>(kernel, PhantomData));
 }
 
+/// Runs a kernel with the lanes of AVX2; with `VL`, compiled for AVX-512.
+#[cfg(target_arch = "x86_64")]
+fn run_avx2<K: KernelIn<f32>, const VL: bool>(dtype: DType, kernel: K) {
+    use avx2::{ForBf16, ForF16, ForF32};
+    match dtype {
+        DType::F16 => enter::<ForF16<VL>, f16, K>(kernel),
+        DType::BF16 => enter::<ForBf16<VL>, bf16, K>(kernel),
+        _ => enter::<ForF32<VL>, f32, K>(kernel),
+    }
+    ForF32::<VL>::fence();
+}
+
 impl Arithmetic for f32 {
     fn run<K: KernelIn<f32>>(isa: Isa, dtype: DType, kernel: K) {
         use portable::Portable;
         match (isa, dtype) {
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx2, _) => {
-                use avx2::{Avx2ForBf16, Avx2ForF16, Avx2ForF32};
-                match dtype {
-                    DType::F16 => enter::<Avx2ForF16, f16, K>(kernel),
-                    DType::BF16 => enter::<Avx2ForBf16, bf16, K>(kernel),
-                    _ => enter::<Avx2ForF32, f32, K>(kernel),
-                }
-                Avx2ForF32::fence();
-            }
+            (Isa::Avx2, _) => run_avx2::<K, false>(dtype, kernel),
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512, _) => run_avx2::<K, true>(dtype, kernel),
             (_, DType::F16) => enter::<Portable, f16, K>(kernel),
             (_, DType::BF16) => enter::<Portable, bf16, K>(kernel),
             _ => enter::<Portable, f32, K>(kernel),

@@ -6,7 +6,7 @@
 
 use std::array;
 
-use fuselane::{Buffer, DType, Element, View};
+use fuselane::{Buffer, DType, Element, Isa, View};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -175,13 +175,15 @@ trait Task {
 
 /// Runs a task, compiled for the instruction set that the library uses.
 fn run(task: impl Task) {
-    #[cfg(target_arch = "x86_64")]
-    if fuselane::isa() == fuselane::Isa::Avx2 {
+    match fuselane::isa() {
+        #[cfg(target_arch = "x86_64")]
         // SAFETY: the library uses AVX2 only on CPUs that have it, FMA and F16C.
-        unsafe { run_avx2(task) };
-        return;
+        Isa::Avx2 => unsafe { run_avx2(task) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above, and AVX-512 only on CPUs that have these parts of it.
+        Isa::Avx512 => unsafe { run_avx512(task) },
+        _ => task.run(),
     }
-    task.run();
 }
 
 /// # Safety
@@ -189,6 +191,14 @@ fn run(task: impl Task) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn run_avx2(task: impl Task) {
+    task.run();
+}
+
+/// # Safety
+/// The CPU has these features.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn run_avx512(task: impl Task) {
     task.run();
 }
 
