@@ -223,6 +223,17 @@ fn test_steps(examples: &[String], large: bool) -> Vec<Step> {
             "test --release --workspace --exclude fuselane-gpu --features fuselane/ndarray --no-fail-fast",
         ),
     ];
+    if has_avx512() {
+        // Most tests run on the best instruction set only, and that of most users is AVX2.
+        steps.push(Step {
+            environment: Some(("FUSELANE_ISA", "avx2")),
+            ..Step::new(
+                "AVX2 tests",
+                "test --release --workspace --exclude fuselane-gpu --features fuselane/ndarray --no-fail-fast \
+                 --lib --test corners --test facts --test properties --test allocation",
+            )
+        });
+    }
     steps.push(Step::new(
         "overflow checks",
         "test --package fuselane --all-features --no-fail-fast \
@@ -251,6 +262,14 @@ fn test_steps(examples: &[String], large: bool) -> Vec<Step> {
         ));
     }
     steps
+}
+
+/// Whether the library would choose AVX-512 here.
+fn has_avx512() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return is_x86_feature_detected!("avx512vl");
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
 }
 
 /// The Python package, as its users get it: from the wheel.

@@ -21,7 +21,7 @@ fn same_on_any_threads(what: &str, call: &Call<'_>) -> Vec<Results> {
         .chain(call.outputs.iter().map(|o| o.shape.iter().product::<usize>() * o.dtype.size()))
         .sum();
     assert!(bytes > 1 << 20, "{what}: too small to be shared out");
-    Isa::available()
+    let results: Vec<(Isa, Results)> = Isa::available()
         .map(|isa| {
             let run = |threads: usize, strided: bool| {
                 on_threads(threads, || {
@@ -44,9 +44,15 @@ fn same_on_any_threads(what: &str, call: &Call<'_>) -> Vec<Results> {
                 let what = format!("{what} {isa} {threads} threads, strided");
                 assert_same_bits(&one, &run(threads, true), &what);
             }
-            one
+            (isa, one)
         })
-        .collect()
+        .collect();
+    // These are the same lanes, compiled twice.
+    let of = |isa: Isa| results.iter().find(|(other, _)| *other == isa).map(|(_, result)| result);
+    if let (Some(a), Some(b)) = (of(Isa::Avx2), of(Isa::Avx512)) {
+        assert_same_bits(a, b, &format!("{what} avx2 and avx512"));
+    }
+    results.into_iter().map(|(_, result)| result).collect()
 }
 
 fn random(dtype: DType, shape: &[usize], seed: u64) -> Input {

@@ -2403,11 +2403,12 @@ where
                 Some(act) => parts.value(act, gate, i, whole),
             };
             let at = Inputs { grad, x, residual, factor }.load::<L>(with, mean, value, i, whole);
-            // Short ways from the gate to the results: many such ways have to be under way at once.
-            let scale = if pre { value.mul(rstd) } else { rstd };
+            // From a fused gate to the results, the ways are short: many have to be under way at once.
+            // (Its value is bounded, so that the products are in range in any order.)
+            let (short, scale) = (pre && fused, value.mul(rstd));
             let r = match with.center {
                 true => at.q.sub(delta).mul(rstd),
-                false if pre && fused => at.sum.mul(scale),
+                false if short => at.sum.mul(scale),
                 false => at.q.mul(rstd),
             };
             if with.dweight {
@@ -2417,17 +2418,26 @@ where
                 at.grad1.add(L::get(dbias, i)).set(dbias, i);
             }
             let dr = if with.center { at.dr.sub(mean_dr) } else { at.dr };
-            // The gradient of p, but for its factor rstd.
-            let dp = r.neg_mul_add(mean_rdr, dr);
-            let mut ds = dp.mul(scale);
+            let unscaled = r.neg_mul_add(mean_rdr, dr);
+            let dp = unscaled.mul(rstd);
+            let mut ds = match pre {
+                true if short => unscaled.mul(scale),
+                true => dp.mul(value),
+                false => dp,
+            };
             if with.dgate {
                 let gradient = match with.fused {
-                    // sigmoid' is s^2 e, of which one s is in r, or in dr.
-                    Some(Act::Sigmoid) if pre => dp.mul(r.mul(parts.e.mul(parts.s))),
+                    // sigmoid' is s^2 e. One s of it is in r, which is sum * s * rstd (a fused gate is
+                    // never centered); or in dr.
+                    Some(Act::Sigmoid) if pre => unscaled.mul(r.mul(parts.e.mul(parts.s))),
                     Some(Act::Sigmoid) => at.dr.mul(r).mul(parts.e.mul(parts.s)),
+                    Some(_) if pre => {
+                        let slope = parts.silu_slope(read(gate, i, whole));
+                        unscaled.mul(at.sum.mul(rstd).mul(slope))
+                    }
                     _ => {
                         let dvalue = if pre {
-                            dp.mul(rstd).mul(at.sum)
+                            dp.mul(at.sum)
                         } else if bias.is_empty() {
                             at.grad.mul(r.mul(at.factor))
                         } else {
@@ -2920,6 +2930,33 @@ mod tests {
             ..NormalizeBackward::new(view(&grad)?, view(&sum)?, rstd)
         })?;
         assert_eq!(from_both, from_sum);
+        Ok(())
+    }
+
+    #[test]
+    fn a_large_gate_beside_a_small_row() -> Result<()> {
+        // The product of gate and rstd has no place in f32, but those that dx is made of do.
+        let (x, gate, grad) = ([0.0f32, 1e-4], [1e36f32, 1.0], [0.0f32, 1.0]);
+        let (mut dx, mut dgate) = ([f32::NAN; 2], [f32::NAN; 2]);
+        let rms = (1e-8f64 / 2.0 + 1e-6).sqrt();
+        let (norm, rstd) =
+            (Normalize { gate_act: Act::None, ..Normalize::rms_norm() }, [1.0 / rms as f32]);
+        let given = NormalizeBackward::new(
+            View::new(&grad, &[1, 2])?,
+            View::new(&x, &[1, 2])?,
+            View::new(&rstd, &[1, 1])?,
+        );
+        norm.backward_into(NormalizeBackward {
+            gate: Some(View::new(&gate, &[1, 2])?),
+            dx: Some(ViewMut::new(&mut dx, &[1, 2])?),
+            dgate: Some(ViewMut::new(&mut dgate, &[1, 2])?),
+            ..given
+        })?;
+        let r = 1e-4 / rms;
+        let dp = (1.0 - r * r / 2.0) / rms;
+        assert_eq!((dx[0], dgate[0]), (0.0, 0.0));
+        assert!((f64::from(dx[1]) / dp - 1.0).abs() < 1e-6, "{dx:?} {dp}");
+        assert!((f64::from(dgate[1]) / (1e-4 * dp) - 1.0).abs() < 1e-6, "{dgate:?}");
         Ok(())
     }
 

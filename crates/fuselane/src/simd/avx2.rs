@@ -30,7 +30,8 @@ pub(crate) type ForBf16<const VL: bool> = Avx2<true, 8, VL>;
 /// SAFETY of every use: the lanes of this file are only made by kernels that `super::run` enters
 /// after `Isa::Avx2` was found available, so the CPU has AVX2, FMA and F16C; or, with `VL`, after
 /// `Isa::Avx512` was, so it has F, BW, DQ and VL of AVX-512 besides. Intrinsics that touch memory
-/// are used under the pointer promises of their caller.
+/// are used under the pointer promises of their caller, or within the slice that they were given: of
+/// loads with a mask, lanes whose bit is clear are neither read nor do they fault.
 macro_rules! x86 {
     ($($call:tt)*) => {{
         #[allow(clippy::undocumented_unsafe_blocks)]
@@ -44,7 +45,7 @@ macro_rules! x86 {
 /// aligns the frame to 16 bytes only, and it is the caller's depth that decides whether such a register
 /// lies across two cache lines. A load from there has to wait until its store is done, and that waits for
 /// the results before it, which are on their way to memory: by that chance, whole calls took up to
-/// three times as long.
+/// three times as long. (`black_box` promises nothing; without its effect, only speed is lost.)
 #[inline(always)]
 fn align_frame() {
     let mut register = MaybeUninit::<__m256>::uninit();
@@ -338,7 +339,6 @@ impl<const SPLIT: bool, const STORED_BITS: u32, const VL: bool> Memory<f32>
             return unsafe { Self::load(row_end(row, i, fill).as_ptr()) };
         }
         let (inside, p) = (inside(row, i), row.as_ptr().wrapping_add(i));
-        // What is not inside is not read.
         let (a, b) = x86!({
             let fill = _mm256_set1_ps(fill);
             let upper = p.wrapping_add(8);
@@ -407,16 +407,17 @@ fn note<T: Element<Real = f32>, const SPLIT: bool, const STORED_BITS: u32, const
     const { assert!(size_of::<T>() == 2) };
     let end;
     let block = if i + 16 <= row.len() {
-        &row[i..]
+        x86!(_mm256_loadu_si256(row.as_ptr().add(i).cast()))
+    } else if VL {
+        end_of_row::<T, VL>(row, i, T::default())
     } else if row.len() >= 16 {
         // Some are noted twice.
-        &row[row.len() - 16..]
+        x86!(_mm256_loadu_si256(row.as_ptr().add(row.len() - 16).cast()))
     } else {
         end = row_end(row, i, 0.0);
-        &end
+        x86!(_mm256_loadu_si256(end.as_ptr().cast()))
     };
     x86!({
-        let block = _mm256_loadu_si256(block.as_ptr().cast());
         let magnitudes = _mm256_and_si256(block, _mm256_set1_epi16(0x7FFF));
         let largest = _mm256_max_epi16(magnitudes, _mm256_castps_si256(so_far.0));
         Avx2(_mm256_castsi256_ps(largest), so_far.1)
@@ -436,7 +437,7 @@ fn is_far<const SPLIT: bool, const STORED_BITS: u32, const VL: bool>(
     })
 }
 
-/// Which of the sixteen elements from `i` on a row has, as bits.
+/// Which of the sixteen elements from `i` on a row has, as bits: those that a load with this mask reads.
 #[inline(always)]
 fn inside<T>(row: &[T], i: usize) -> __mmask16 {
     let count = row.len().saturating_sub(i).min(16);
@@ -455,7 +456,6 @@ fn end_of_row<T: Element, const VL: bool>(row: &[T], i: usize, fill: T) -> __m25
         let (inside, p) = (inside(row, i), row.as_ptr().wrapping_add(i));
         return x86!({
             let fill = _mm256_set1_epi16(std::mem::transmute_copy::<T, i16>(&fill));
-            // What is not inside is not read.
             _mm256_mask_loadu_epi16(fill, inside, p.cast())
         });
     }

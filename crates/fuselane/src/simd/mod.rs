@@ -561,6 +561,66 @@ mod tests {
         }
     }
 
+    /// Reads each block of rows that end where readable memory does.
+    #[cfg(target_os = "linux")]
+    struct AtTheEdge {
+        /// The first byte behind.
+        edge: *const u8,
+        len: usize,
+    }
+
+    #[cfg(target_os = "linux")]
+    impl Kernel for AtTheEdge {
+        #[inline(always)]
+        fn run<L, T>(self)
+        where
+            T: Element,
+            L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
+        {
+            /// Rows of zeros, so that blocks are zeros and then `fill`.
+            #[inline(always)]
+            fn read_all<L: Lanes<Real = T::Real> + Memory<T>, T: Element>(
+                edge: *const u8,
+                len: usize,
+            ) {
+                // SAFETY: the page before the edge is readable, and any bits are a number.
+                let row = unsafe { std::slice::from_raw_parts(edge.cast::<T>().sub(len), len) };
+                for i in 0..len + 3 {
+                    let noted = L::note(row, i, L::splat(Real::of(0.0)));
+                    assert!(!L::is_far(noted, 1.0));
+                    let block = L::read(row, i, Real::of(1.0));
+                    let outside = (i + L::N).saturating_sub(len).min(L::N);
+                    assert_eq!(block.reduce_add().to_f64(), outside as f64, "at {i} of {len}");
+                }
+            }
+            read_all::<L, T>(self.edge, self.len);
+            read_all::<L, T::Real>(self.edge, self.len);
+        }
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn nothing_behind_a_row_is_read() {
+        // SAFETY: two new pages, of which the second may not be touched from here on.
+        let edge = unsafe {
+            let page = libc::sysconf(libc::_SC_PAGESIZE) as usize;
+            let map = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            let both = libc::PROT_READ | libc::PROT_WRITE;
+            let start = libc::mmap(std::ptr::null_mut(), 2 * page, both, map, -1, 0);
+            assert_ne!(start, libc::MAP_FAILED);
+            let edge = start.cast::<u8>().add(page);
+            assert_eq!(libc::mprotect(edge.cast(), page, libc::PROT_NONE), 0);
+            edge
+        };
+        for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {
+            for isa in Isa::available() {
+                for len in 0..=50 {
+                    run(isa, dtype, AtTheEdge { edge, len });
+                }
+            }
+        }
+    }
+
     #[test]
     fn blocks_end_where_their_rows_do() {
         for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {
