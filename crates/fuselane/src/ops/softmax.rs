@@ -1553,8 +1553,9 @@ where
     let mut scratch = [room; 3].map(Scratch::<T::Real>::new);
     let [shifts, sums, lost] = &mut scratch;
     while let Some(runs) = task.part.next_run::<T>(task.n) {
-        let ([x], [mut o], rows, stream) = (runs.inputs, runs.outputs, runs.rows, task.stream);
+        let ([x], [mut o], rows) = (runs.inputs, runs.outputs, runs.rows);
         let (x, o, lanes) = (&x, &mut o, PhantomData::<L>);
+        let stream = task.stream && o.streams();
         let room = x.len().next_multiple_of(L::N);
         let (sums, lost) = (&mut sums[..room], &mut lost[..room]);
         macro_rules! sums {
@@ -1638,7 +1639,7 @@ where
             unmasked_columns::<L, T>(o, rows, unmasked);
         }
         let zero_masked = !LOG && task.options.zero_masked_rows;
-        let options = (zero_masked, task.stream);
+        let options = (zero_masked, task.stream && dx.streams());
         L::enter(ColumnGradients::<_, _, LOG> {
             o,
             grad,

@@ -1453,8 +1453,8 @@ impl<E: Encoding, R: Real> Visitor<R, 1, 1> for ForwardPatches<'_, '_, E, R> {
         let patch = &place.patch;
         let x = part.input::<T>(0, patch);
         let o = part.output::<T>(0, patch);
-        let (Walk { plan, encoding, .. }, stream) = (self.walk, self.stream);
-        let pieces = &plan.pieces;
+        let Walk { plan, encoding, .. } = self.walk;
+        let (pieces, stream) = (&plan.pieces, self.stream && o.streams(encoding.output_cuts()));
         if plan.act == FusedAct::default() {
             type Plain<'p, 'o, E, L, T> = Encode<'p, 'o, E, L, Elements<T>, Elements<T>, false>;
             L::enter(Plain::<_, L, T> { encoding, pieces, tables, x: &x, o, stream });
@@ -1596,7 +1596,8 @@ impl<E: Encoding, R: Real> Visitor<R, 2, 1> for BackwardPatches<'_, '_, E, R> {
         let patch = &place.patch;
         let (x, grad) = (part.input::<T>(0, patch), part.input::<T>(1, patch));
         let dx = part.output::<T>(0, patch);
-        let (Walk { plan, encoding, .. }, stream) = (self.walk, self.stream);
+        let Walk { plan, encoding, .. } = self.walk;
+        let stream = self.stream && dx.streams(plan.pieces.cuts::<L, Elements<T>>());
         let (pieces, width, lanes) = (&plan.pieces, plan.pieces.width, PhantomData::<L>);
         if plan.act == FusedAct::default() && self.sums.is_none() {
             type Plain<'p, 'o, E, L, T> = Encode<'p, 'o, E, L, Elements<T>, Elements<T>, true>;
