@@ -37,7 +37,8 @@ const LINE: usize = 64;
 /// The unit of large blocks.
 const PAGE: usize = 4096;
 /// Places for large blocks, a huge page apart, taken in turns. See [`Block::new`].
-const PLACES: usize = if cfg!(target_os = "linux") { 16 } else { 1 };
+const PLACES: usize =
+    if cfg!(all(target_os = "linux", target_pointer_width = "64")) { 16 } else { 1 };
 
 /// What the pool holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -98,15 +99,20 @@ impl Block {
     /// Large blocks begin at different multiples of a huge page, modulo sixteen of them. The
     /// first-level caches of AMD's CPUs find a line by a hash of bits 12 to 27 of its address, and
     /// hold one line of a hash and set: rows of two tensors that are a multiple of 256 MiB apart
-    /// push each other out. (Norm with a gate backward, bf16, Zen 4: 4.8 ms, and 7.6 if all tensors
+    /// push each other out. (Norm with a gate backward, bf16, Zen 4: 4.8 ms, and 7.4 if all tensors
     /// are; a system that places blocks as it likes gave 4.9 in some processes and 6.0 in most.)
-    /// Address space that is not touched takes no memory.
+    /// Address space that is not touched takes no memory, where the allocator gets large blocks from
+    /// the system, as most do.
     fn new(bytes: usize) -> Option<Self> {
         static TURN: AtomicUsize = AtomicUsize::new(0);
+        Self::at(bytes, TURN.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// A block whose place is that of a turn, if it is large.
+    fn at(bytes: usize, turn: usize) -> Option<Self> {
         // SAFETY: `class` never gives zero bytes.
         let begin = NonNull::new(unsafe { alloc(block_layout(bytes)) })?;
         let ptr = if bytes >= HUGE {
-            let turn = TURN.fetch_add(1, Ordering::Relaxed);
             // SAFETY: less than PLACES huge pages on, as far as the layout has room.
             unsafe { begin.add(to_place(begin.addr().get(), turn)) }
         } else {
@@ -511,6 +517,17 @@ mod tests {
             assert!(to_place < PLACES * HUGE);
             assert_eq!((page + to_place / HUGE) % PLACES, turn % PLACES, "{page}, {turn}");
         }
+        for turn in 0..2 * PLACES {
+            let block = Block::at(HUGE + PAGE, turn).unwrap();
+            let (ptr, begin) = (block.ptr.addr().get(), block.begin.addr().get());
+            assert_eq!((ptr % HUGE, ptr / HUGE % PLACES), (0, turn % PLACES));
+            let end = begin + block_layout(block.bytes).size();
+            assert!(begin <= ptr && ptr + block.bytes <= end);
+        }
+        let largest = isize::MAX as usize - PLACES * HUGE - PAGE;
+        let largest = class(largest - largest % PAGE).map(block_layout).unwrap();
+        assert!(Layout::from_size_align(largest.size(), largest.align()).is_ok());
+        assert_eq!(class(isize::MAX as usize - PLACES * HUGE), None);
     }
 
     #[test]

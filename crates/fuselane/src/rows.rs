@@ -166,8 +166,8 @@ impl<T: Element> RunMut<'_, T> {
     /// they happen to be aligned, none should: see [`GridMut::streams`].
     #[inline(always)]
     pub(crate) fn streams(&self) -> bool {
-        let len = self.len * size_of::<T>();
-        (self.base as usize | self.step as usize | len).is_multiple_of(STREAM_ALIGN)
+        let aligned = (self.base as usize | self.step as usize).is_multiple_of(STREAM_ALIGN);
+        aligned && self.len.is_multiple_of(MAX_LANES)
     }
 
     /// The length of each row.
@@ -446,10 +446,7 @@ impl<'r, T: Element> GridMut<'r, T> {
     #[inline(always)]
     pub(crate) fn streams(&self, cuts: [usize; 3]) -> bool {
         let [a, b, c] = cuts;
-        self.is_aligned()
-            && [a, b, c, self.len]
-                .iter()
-                .all(|cut| (cut * size_of::<T>()).is_multiple_of(STREAM_ALIGN))
+        self.is_aligned() && [a, b, c, self.len].iter().all(|cut| cut.is_multiple_of(MAX_LANES))
     }
 
     /// [`GridMut::blocks`] of an aligned grid, which spares loops the look at each block's address.
@@ -910,10 +907,12 @@ fn operand(base: *mut u8, view: &View<'_>) -> Operand {
     let size = view.dtype().size();
     let mut steps = [0; MAX_RANK];
     let (&len, outer) = view.shape().split_last().unwrap_or((&1, &[]));
-    // The strides of an empty view may be anything, and products with them overflow.
+    // The strides of an empty view may be anything, and products with them overflow. So may the stride
+    // of a single index, which is never taken and says nothing of how rows are aligned.
     if !view.is_empty() {
-        for (step, &stride) in steps.iter_mut().zip(&view.strides()[..outer.len()]) {
-            *step = stride.wrapping_mul(size as isize);
+        let strides = view.strides()[..outer.len()].iter().zip(outer);
+        for (step, (&stride, &count)) in steps.iter_mut().zip(strides) {
+            *step = if count > 1 { stride.wrapping_mul(size as isize) } else { 0 };
         }
     }
     Operand { base, size, len, steps }
@@ -1080,6 +1079,27 @@ unsafe fn slice_mut<'s, T>((p, len): (*mut u8, usize)) -> &'s mut [T] {
 mod tests {
     use super::*;
     use crate::simd::{self, Isa, Kernel, Lanes, Math, Memory};
+
+    #[test]
+    fn rows_stream_whole_or_not_at_all() {
+        let mut memory = Scratch::<f32>::new(4 * 128 + 16);
+        // Halves of 40 are a multiple of 32 bytes in f32, but no whole blocks.
+        for (len, cut, streams) in
+            [(128, 64, true), (96, 48, true), (80, 40, false), (72, 72, false)]
+        {
+            let rows = GridMut::dense(&mut memory, [2, 2], len);
+            assert_eq!(rows.streams([cut, cut, len]), streams, "{len}");
+            let rows = GridMut::dense(&mut memory[1..], [2, 2], len);
+            assert!(!rows.streams([cut, cut, len]), "{len}");
+        }
+        for (at, step, len, streams) in
+            [(0, 128, 128, true), (0, 100, 96, false), (4, 128, 64, false)]
+        {
+            let (base, step) = (memory[at..].as_mut_ptr(), 4 * step);
+            let run = RunMut { base, step, rows: 2, len, memory: PhantomData };
+            assert_eq!(run.streams(), streams, "{at}, {step}, {len}");
+        }
+    }
 
     /// Writes 1, 2, ... to rows within `numbers` through a stage.
     struct Staged<'a> {

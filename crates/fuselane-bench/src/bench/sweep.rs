@@ -47,7 +47,7 @@ impl Effort {
         patience: Duration::from_secs(600),
     };
     pub(super) const FULL: Self =
-        Self { rounds: (5, 40), time: Duration::from_secs(2), ..Self::QUICK };
+        Self { rounds: (5, 40), time: Duration::from_secs(3), ..Self::QUICK };
 }
 
 /// Why a sweep ends early.

@@ -394,7 +394,7 @@ where
         turn_neighbours::<L, S, D, BACK>(2 * rotation.pairs, x1, tables, o1, stream)
     };
     for (x, o) in [x_between, x_behind].into_iter().zip([o_between, o_behind]) {
-        noted = pass::<L, S, D>(x, o, noted);
+        noted = pass::<L, S, D>(x, o, noted, stream);
     }
     noted
 }
@@ -534,7 +534,12 @@ where
 
 /// Features that pass through.
 #[inline(always)]
-fn pass<L, S, D>(x: Grid<'_, S::Number>, mut o: GridMut<'_, D::Number>, mut noted: L) -> L
+fn pass<L, S, D>(
+    x: Grid<'_, S::Number>,
+    mut o: GridMut<'_, D::Number>,
+    mut noted: L,
+    stream: bool,
+) -> L
 where
     S: Access<L>,
     D: Access<L>,
@@ -550,7 +555,7 @@ where
             x.prefetch_next::<L>(i, j);
             for at in (0..len).step_by(L::N) {
                 noted = S::note(x.row(i, j), at, noted);
-                D::write(S::read(x.row(i, j), at), o.row(i, j), at, false);
+                D::write(S::read(x.row(i, j), at), o.row(i, j), at, stream);
             }
         }
     }

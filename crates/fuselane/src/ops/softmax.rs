@@ -1607,13 +1607,14 @@ where
         } else {
             invert::<L>(scale, zero_masked);
         }
+        let stream = task.stream && o.streams();
         for r in 0..runs.rows {
             let (x, o) = (x.row(r), o.row(r));
             blocks!(L in 0..x.len(), (i, WHOLE) => {
                 let x = read::<L, T, WHOLE>(x, i, Real::of(0.0)).sub(L::get(max, i));
                 let scale = L::get(scale, i);
                 let result = if LOG { x.sub(scale) } else { x.exp().mul(scale) };
-                write_nearest::<L, T, WHOLE>(result, o, i, task.stream);
+                write_nearest::<L, T, WHOLE>(result, o, i, stream);
             });
         }
     }
@@ -1727,6 +1728,7 @@ where
                 L::get(totals, i).mul(L::get(scale, i)).set(totals, i);
             }
         }
+        let stream = task.stream && dx.streams();
         for r in 0..runs.rows {
             let (x, grad, dx) = (x.row(r), grad.row(r), dx.row(r));
             for i in (0..x.len()).step_by(L::N) {
@@ -1736,7 +1738,7 @@ where
                 if zero_masked {
                     result = zero_where_zero(L::get(scale, i), result);
                 }
-                write_nearest::<L, T, false>(result, dx, i, task.stream);
+                write_nearest::<L, T, false>(result, dx, i, stream);
             }
         }
     }
