@@ -74,7 +74,7 @@ unsafe impl Sync for Block {}
 
 impl Drop for Block {
     fn drop(&mut self) {
-        // SAFETY: `Block::new` allocated this with the same layout.
+        // SAFETY: `Block::at` allocated this with the same layout.
         unsafe { dealloc(self.begin.as_ptr(), block_layout(self.bytes)) }
     }
 }
@@ -97,8 +97,8 @@ fn to_place(address: usize, turn: usize) -> usize {
 
 impl Block {
     /// Large blocks begin at different multiples of a huge page, modulo sixteen of them. The
-    /// first-level caches of AMD's CPUs find a line by a hash of bits 12 to 27 of its address, and
-    /// hold one line of a hash and set: rows of two tensors that are a multiple of 256 MiB apart
+    /// first-level caches of AMD's CPUs find a line by a hash of its address, and hold one line
+    /// of a hash and set: rows of two tensors that are a multiple of 256 MiB apart
     /// push each other out. (Norm with a gate backward, bf16, Zen 4: 4.8 ms, and 7.4 if all tensors
     /// are; a system that places blocks as it likes gave 4.9 in some processes and 6.0 in most.)
     /// Address space that is not touched takes no memory, where the allocator gets large blocks from
