@@ -16,6 +16,7 @@
 //!     let o = Act::Relu.forward(View::new(&x, &[1 << 20])?)?; // the same memory each time
 //!     assert_eq!(o.as_slice::<f32>()?[0], 0.0);
 //! }
+//! assert!(pool::stats().reused >= 2);
 //! pool::trim();
 //! # Ok::<(), fuselane::Error>(())
 //! ```
@@ -211,21 +212,45 @@ pub fn stats() -> Stats {
     pool().stats
 }
 
+impl Pool {
+    /// A kept block in which one of size `class` fits; where there is none, the caller is expected
+    /// to make one of that size.
+    fn take(&mut self, class: usize) -> Option<Block> {
+        let mut fits = self.free.range_mut(class..=largest_fit(class));
+        let kept = fits.find_map(|(_, blocks)| blocks.pop());
+        match &kept {
+            Some(block) => {
+                self.stats.used_bytes += block.bytes;
+                self.stats.held_bytes -= block.bytes;
+                self.stats.reused += 1;
+            }
+            None => {
+                self.stats.used_bytes += class;
+                self.stats.fresh += 1;
+            }
+        }
+        kept
+    }
+
+    /// Keeps a block that is no longer used, or returns it where there is no room for it.
+    fn give_back(&mut self, block: Block, limit: usize) -> Option<Block> {
+        // A forked child gives back what it has never taken.
+        self.stats.used_bytes = self.stats.used_bytes.saturating_sub(block.bytes);
+        if self.stats.held_bytes + block.bytes > limit {
+            return Some(block);
+        }
+        self.stats.held_bytes += block.bytes;
+        self.free.entry(block.bytes).or_default().push(block);
+        None
+    }
+}
+
 fn take(bytes: usize) -> Result<Block> {
     let too_large =
         || Error::new("pool", "memory", format!("of {bytes} bytes cannot be had"), "what fits");
     let class = class(bytes).ok_or_else(too_large)?;
-    {
-        let mut pool = pool();
-        let mut fits = pool.free.range_mut(class..=largest_fit(class));
-        if let Some(block) = fits.find_map(|(_, blocks)| blocks.pop()) {
-            pool.stats.used_bytes += block.bytes;
-            pool.stats.held_bytes -= block.bytes;
-            pool.stats.reused += 1;
-            return Ok(block);
-        }
-        pool.stats.used_bytes += class;
-        pool.stats.fresh += 1;
+    if let Some(block) = pool().take(class) {
+        return Ok(block);
     }
     let block = Block::new(class).or_else(|| {
         trim();
@@ -238,16 +263,8 @@ fn take(bytes: usize) -> Result<Block> {
 }
 
 fn give_back(block: Block) {
-    let mut pool = pool();
-    // A forked child gives back what it has never taken.
-    pool.stats.used_bytes = pool.stats.used_bytes.saturating_sub(block.bytes);
-    if pool.stats.held_bytes + block.bytes <= limit() {
-        pool.stats.held_bytes += block.bytes;
-        pool.free.entry(block.bytes).or_default().push(block);
-        return;
-    }
-    drop(pool); // so that freeing happens outside the lock
-    drop(block);
+    let beyond = pool().give_back(block, limit());
+    drop(beyond); // outside the lock
 }
 
 /// An owned dense tensor whose memory comes from the pool and goes back to it.
@@ -530,27 +547,36 @@ mod tests {
         assert_eq!(class(isize::MAX as usize - PLACES * HUGE), None);
     }
 
+    /// On a pool of its own: the process-wide one serves other tests at the same time.
     #[test]
     fn blocks_of_nearly_the_size_are_used_again() {
-        let shape = |rows: usize| [rows, HUGE / 4];
-        let first = Buffer::unfilled(DType::F32, &shape(31)).unwrap();
-        let address = first.ptr();
-        drop(first);
+        let mut pool = Pool::default();
+        let bytes = |pages: usize| class(pages * HUGE).unwrap();
+        assert!(pool.take(bytes(31)).is_none());
+        let block = Block::new(bytes(31)).unwrap();
+        let address = block.ptr;
+        assert!(pool.give_back(block, bytes(32)).is_none());
+        assert_eq!(pool.stats.held_bytes, bytes(31));
         // A bit smaller, but not much smaller, nor larger.
-        for (rows, same) in [(32, false), (29, true), (16, false)] {
-            let next = Buffer::unfilled(DType::F32, &shape(rows)).unwrap();
-            assert_eq!(next.ptr() == address, same, "{rows}");
+        for (pages, same) in [(32, false), (29, true), (16, false)] {
+            let next = pool.take(bytes(pages));
+            assert_eq!(next.as_ref().map(|b| b.ptr), same.then_some(address), "{pages}");
+            if let Some(block) = next {
+                pool.give_back(block, bytes(32));
+            }
         }
+        assert_eq!((pool.stats.reused, pool.stats.fresh), (1, 3));
+        // Beyond the limit, blocks are the caller's to free.
+        let other = Block::new(bytes(2)).unwrap();
+        let other_address = other.ptr;
+        assert_eq!(pool.give_back(other, bytes(32)).map(|b| b.ptr), Some(other_address));
+        assert_eq!(pool.stats.held_bytes, bytes(31));
     }
 
     #[test]
-    fn large_blocks_are_aligned_and_memory_comes_back() {
-        let shape = [3, HUGE];
-        let first = Buffer::unfilled(DType::F32, &shape).unwrap();
-        let address = first.ptr() as usize;
-        assert_eq!(address % HUGE, 0);
-        drop(first);
-        assert_eq!(Buffer::unfilled(DType::F32, &shape).unwrap().ptr() as usize, address);
+    fn large_blocks_are_aligned() {
+        let buffer = Buffer::unfilled(DType::F32, &[3, HUGE]).unwrap();
+        assert_eq!(buffer.ptr() as usize % HUGE, 0);
         assert!(Buffer::unfilled(DType::F32, &[usize::MAX / 8, 4]).is_err());
         assert!(Buffer::unfilled(DType::F32, &[isize::MAX as usize / 64]).is_err());
     }
