@@ -29,7 +29,7 @@ pub(crate) struct Args {
     /// metal, cuda, cuda-cpp and rocm.
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     device: On,
-    /// Only these instruction sets of the CPU (portable, avx2, avx512).
+    /// Only these instruction sets of the CPU (portable, avx2, avx512, avx512_wide).
     #[arg(long, value_delimiter = ',', value_parser = parse_isa)]
     isa: Vec<Isa>,
     /// How many combinations of options run: quick (a part that meets every value of every

@@ -230,7 +230,7 @@ mod tests {
         assert_eq!(isa_info(Some("portable".to_owned())).warning, None);
         let warning = isa_info(Some("sse9".to_owned())).warning.unwrap();
         assert!(
-            warning.contains("sse9") && warning.contains("portable, avx2, avx512"),
+            warning.contains("sse9") && warning.contains("portable, avx2, avx512, avx512_wide"),
             "{warning}"
         );
     }

@@ -72,7 +72,7 @@ struct Norm {
 /// Features in a group, around the widths of lanes (4, 8, 16), and beyond the chunk that sums run
 /// in with narrow lanes (128 blocks).
 const GROUP: [usize; 13] = [8, 16, 17, 3, 15, 4, 9, 2, 31, 33, 7, 5, 1];
-const LONG: usize = 1100;
+const LONG: [usize; 2] = [1100, 1088];
 /// Rows beyond the blocks that dweight and dbias are summed in (16 and 64).
 const MANY: usize = 700;
 
@@ -107,8 +107,11 @@ pub(crate) fn cases() -> Vec<Box<dyn Case>> {
                                 gate_position,
                                 gate_act,
                             };
-                            let e =
-                                if i.is_multiple_of(101) { LONG } else { GROUP[i % GROUP.len()] };
+                            let e = if i.is_multiple_of(101) {
+                                LONG[i / 101 % 2]
+                            } else {
+                                GROUP[i % GROUP.len()]
+                            };
                             let dtypes = [DType::F32, DType::BF16, DType::F64, DType::F16];
                             cases.push(Box::new(Norm {
                                 options,

@@ -242,10 +242,13 @@ impl Encoding for Waves {
         let [[o_cos, mut cos_end], [o_sin, mut sin_end]] =
             [o_cos.split_at(whole), o_sin.split_at(whole)];
         // The choice is made outside of the loop, which then needs no more registers than there are.
-        let mut noted = if stream && o_cos.is_aligned() && o_sin.is_aligned() {
-            wave_blocks::<L, S, D, true>(x, [cos, sin], [o_cos, o_sin], true)
+        let lines = L::MANY_REGISTERS && stream && o_cos.has_lines() && o_sin.has_lines();
+        let mut noted = if lines {
+            wave_blocks::<L, S, D, true, 2>(x, [cos, sin], [o_cos, o_sin], true)
+        } else if stream && o_cos.is_aligned() && o_sin.is_aligned() {
+            wave_blocks::<L, S, D, true, 1>(x, [cos, sin], [o_cos, o_sin], true)
         } else {
-            wave_blocks::<L, S, D, false>(x, [cos, sin], [o_cos, o_sin], stream)
+            wave_blocks::<L, S, D, false, 1>(x, [cos, sin], [o_cos, o_sin], stream)
         };
         if whole == self.features {
             return noted;
@@ -279,10 +282,12 @@ impl Encoding for Waves {
     {
         let whole = S::whole(self.features);
         let [dx, mut dx_end] = dx.split_at(whole);
-        if stream && !D::REGISTERS && dx.is_aligned() {
-            sum_blocks::<L, S, D, true>([g_cos, g_sin], [cos, sin], dx, true);
+        if L::MANY_REGISTERS && (D::REGISTERS || stream) && dx.has_lines() {
+            sum_blocks::<L, S, D, true, 2>([g_cos, g_sin], [cos, sin], dx, !D::REGISTERS);
+        } else if stream && !D::REGISTERS && dx.is_aligned() {
+            sum_blocks::<L, S, D, true, 1>([g_cos, g_sin], [cos, sin], dx, true);
         } else {
-            sum_blocks::<L, S, D, false>([g_cos, g_sin], [cos, sin], dx, stream);
+            sum_blocks::<L, S, D, false, 1>([g_cos, g_sin], [cos, sin], dx, stream);
         }
         if whole == self.features {
             return;
@@ -322,9 +327,10 @@ impl Encoding for Waves {
     }
 }
 
-/// The whole blocks of x times the cosines, and times the sines.
+/// The whole blocks of x times the cosines, and times the sines, in groups of `K`; see
+/// [`GridMut::has_lines`].
 #[inline(always)]
-fn wave_blocks<L, S, D, const ALIGNED: bool>(
+fn wave_blocks<L, S, D, const ALIGNED: bool, const K: usize>(
     x: Grid<'_, S::Number>,
     [cos, sin]: [Grid<'_, L::Real>; 2],
     [mut o_cos, mut o_sin]: [GridMut<'_, D::Number>; 2],
@@ -341,37 +347,39 @@ where
     }
     let [tokens, heads] = x.rows();
     // Known before the loops, so that a row has little to find out.
-    let blocks = o_cos.len() / MAX_LANES;
+    let groups = o_cos.len() / (K * MAX_LANES);
+    let zero = L::splat(Real::of(0.0));
     for i in 0..tokens {
         for j in 0..heads {
-            let x_blocks = &x.blocks(i, j)[..blocks];
-            let (cos, sin) = (&cos.blocks(i, j)[..blocks], &sin.blocks(i, j)[..blocks]);
-            let (o_cos, o_sin) = if ALIGNED {
-                (o_cos.aligned_blocks(i, j), o_sin.aligned_blocks(i, j))
-            } else {
-                (o_cos.blocks(i, j), o_sin.blocks(i, j))
-            };
-            let (o_cos, o_sin) = (&mut o_cos[..blocks], &mut o_sin[..blocks]);
+            let row = &x.groups::<K>(i, j)[..groups];
+            let (cos, sin) = (&cos.groups::<K>(i, j)[..groups], &sin.groups::<K>(i, j)[..groups]);
+            let o_cos = &mut o_cos.groups::<ALIGNED, K>(i, j)[..groups];
+            let o_sin = &mut o_sin.groups::<ALIGNED, K>(i, j)[..groups];
             // In a loop of its own, as the other one needs all registers.
-            for block in x_blocks {
+            for block in row.as_flattened() {
                 noted = S::note(block, 0, noted);
             }
-            for k in 0..blocks {
+            for k in 0..groups {
                 if !S::REGISTERS {
-                    x.prefetch_block::<L>(&x_blocks[k]);
+                    x.prefetch_block::<L>(&row[k][0]);
                 }
-                let y = S::read(&x_blocks[k], 0);
-                D::write(y.mul(L::get(&cos[k], 0)), &mut o_cos[k], 0, stream);
-                D::write(y.mul(L::get(&sin[k], 0)), &mut o_sin[k], 0, stream);
+                let (mut a, mut b) = ([zero; K], [zero; K]);
+                for k2 in 0..K {
+                    let y = S::read(&row[k][k2], 0);
+                    a[k2] = y.mul(L::get(&cos[k][k2], 0));
+                    b[k2] = y.mul(L::get(&sin[k][k2], 0));
+                }
+                D::write_blocks(a, o_cos[k].as_flattened_mut(), 0, stream);
+                D::write_blocks(b, o_sin[k].as_flattened_mut(), 0, stream);
             }
         }
     }
     noted
 }
 
-/// The whole blocks of the sum of both gradients, times cosines and times sines.
+/// The whole blocks of the sum of both gradients, times cosines and times sines, in groups of `K`.
 #[inline(always)]
-fn sum_blocks<L, S, D, const ALIGNED: bool>(
+fn sum_blocks<L, S, D, const ALIGNED: bool, const K: usize>(
     [g_cos, g_sin]: [Grid<'_, S::Number>; 2],
     [cos, sin]: [Grid<'_, L::Real>; 2],
     mut dx: GridMut<'_, D::Number>,
@@ -386,19 +394,22 @@ fn sum_blocks<L, S, D, const ALIGNED: bool>(
     }
     let [tokens, heads] = g_cos.rows();
     // Known before the loops, so that a row has little to find out.
-    let blocks = dx.len() / MAX_LANES;
+    let groups = dx.len() / (K * MAX_LANES);
     for i in 0..tokens {
         for j in 0..heads {
-            let (a, b) = (&g_cos.blocks(i, j)[..blocks], &g_sin.blocks(i, j)[..blocks]);
-            let (cos, sin) = (&cos.blocks(i, j)[..blocks], &sin.blocks(i, j)[..blocks]);
-            let dx = if ALIGNED { dx.aligned_blocks(i, j) } else { dx.blocks(i, j) };
-            let dx = &mut dx[..blocks];
-            for k in 0..blocks {
-                g_cos.prefetch_block::<L>(&a[k]);
-                g_sin.prefetch_block::<L>(&b[k]);
-                let (a, b) = (S::read(&a[k], 0), S::read(&b[k], 0));
-                let sum = a.mul_add(L::get(&cos[k], 0), b.mul(L::get(&sin[k], 0)));
-                D::write(sum, &mut dx[k], 0, stream);
+            let (a, b) = (&g_cos.groups::<K>(i, j)[..groups], &g_sin.groups::<K>(i, j)[..groups]);
+            let (cos, sin) = (&cos.groups::<K>(i, j)[..groups], &sin.groups::<K>(i, j)[..groups]);
+            let dx = &mut dx.groups::<ALIGNED, K>(i, j)[..groups];
+            for k in 0..groups {
+                g_cos.prefetch_block::<L>(&a[k][0]);
+                g_sin.prefetch_block::<L>(&b[k][0]);
+                let mut sums = [L::splat(Real::of(0.0)); K];
+                for k2 in 0..K {
+                    let (a, b) = (S::read(&a[k][k2], 0), S::read(&b[k][k2], 0));
+                    let (cos, sin) = (L::get(&cos[k][k2], 0), L::get(&sin[k][k2], 0));
+                    sums[k2] = a.mul_add(cos, b.mul(sin));
+                }
+                D::write_blocks(sums, dx[k].as_flattened_mut(), 0, stream);
             }
         }
     }

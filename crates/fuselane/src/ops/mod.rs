@@ -8,6 +8,8 @@ pub mod normalize;
 pub(crate) mod parameter;
 pub mod rotate;
 pub mod softmax;
+#[cfg(test)]
+mod streamed;
 pub mod theta;
 pub mod tokens;
 

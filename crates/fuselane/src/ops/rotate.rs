@@ -416,10 +416,13 @@ where
     let whole = S::whole(pairs);
     let [[o1, mut o1_end], [o2, mut o2_end]] = [o1.split_at(whole), o2.split_at(whole)];
     // The choice is made outside of the loop, which then needs no more registers than there are.
-    let mut noted = if stream && !D::REGISTERS && o1.is_aligned() && o2.is_aligned() {
-        turn_blocks::<L, S, D, BACK, true>([x1, x2], [cos, sin], [o1, o2], true)
+    let lines = L::MANY_REGISTERS && (D::REGISTERS || stream) && o1.has_lines() && o2.has_lines();
+    let mut noted = if lines {
+        turn_blocks::<L, S, D, BACK, true, 2>([x1, x2], [cos, sin], [o1, o2], !D::REGISTERS)
+    } else if stream && !D::REGISTERS && o1.is_aligned() && o2.is_aligned() {
+        turn_blocks::<L, S, D, BACK, true, 1>([x1, x2], [cos, sin], [o1, o2], true)
     } else {
-        turn_blocks::<L, S, D, BACK, false>([x1, x2], [cos, sin], [o1, o2], stream)
+        turn_blocks::<L, S, D, BACK, false, 1>([x1, x2], [cos, sin], [o1, o2], stream)
     };
     if whole == pairs {
         return noted;
@@ -440,9 +443,9 @@ where
     noted
 }
 
-/// The whole blocks of pairs in two pieces.
+/// The whole blocks of pairs in two pieces, in groups of `K`; see [`GridMut::has_lines`].
 #[inline(always)]
-fn turn_blocks<L, S, D, const BACK: bool, const ALIGNED: bool>(
+fn turn_blocks<L, S, D, const BACK: bool, const ALIGNED: bool, const K: usize>(
     [x1, x2]: [Grid<'_, S::Number>; 2],
     [cos, sin]: [Grid<'_, L::Real>; 2],
     [mut o1, mut o2]: [GridMut<'_, D::Number>; 2],
@@ -459,30 +462,33 @@ where
     }
     let [tokens, heads] = x1.rows();
     // Known before the loops, so that a row has little to find out.
-    let blocks = o1.len() / MAX_LANES;
+    let groups = o1.len() / (K * MAX_LANES);
+    let zero = L::splat(Real::of(0.0));
     for i in 0..tokens {
         for j in 0..heads {
-            let (a, b) = (&x1.blocks(i, j)[..blocks], &x2.blocks(i, j)[..blocks]);
-            let (cos, sin) = (&cos.blocks(i, j)[..blocks], &sin.blocks(i, j)[..blocks]);
-            let (o1, o2) = if ALIGNED {
-                (o1.aligned_blocks(i, j), o2.aligned_blocks(i, j))
-            } else {
-                (o1.blocks(i, j), o2.blocks(i, j))
-            };
-            let (o1, o2) = (&mut o1[..blocks], &mut o2[..blocks]);
+            let (a, b) = (&x1.groups::<K>(i, j)[..groups], &x2.groups::<K>(i, j)[..groups]);
+            let (cos, sin) = (&cos.groups::<K>(i, j)[..groups], &sin.groups::<K>(i, j)[..groups]);
+            let (o1, o2) = (o1.groups::<ALIGNED, K>(i, j), o2.groups::<ALIGNED, K>(i, j));
+            let (o1, o2) = (&mut o1[..groups], &mut o2[..groups]);
             // In a loop of its own, as the other one needs all registers.
-            for k in 0..blocks {
-                noted = S::note(&b[k], 0, S::note(&a[k], 0, noted));
-            }
-            for k in 0..blocks {
-                if !S::REGISTERS {
-                    x1.prefetch_block::<L>(&a[k]);
-                    x2.prefetch_block::<L>(&b[k]);
+            for k in 0..groups {
+                for k2 in 0..K {
+                    noted = S::note(&b[k][k2], 0, S::note(&a[k][k2], 0, noted));
                 }
-                let angle = (L::get(&cos[k], 0), L::get(&sin[k], 0));
-                let (a, b) = turned::<L, BACK>((S::read(&a[k], 0), S::read(&b[k], 0)), angle);
-                D::write(a, &mut o1[k], 0, stream);
-                D::write(b, &mut o2[k], 0, stream);
+            }
+            for k in 0..groups {
+                if !S::REGISTERS {
+                    x1.prefetch_block::<L>(&a[k][0]);
+                    x2.prefetch_block::<L>(&b[k][0]);
+                }
+                let (mut first, mut second) = ([zero; K], [zero; K]);
+                for k2 in 0..K {
+                    let angle = (L::get(&cos[k][k2], 0), L::get(&sin[k][k2], 0));
+                    let x = (S::read(&a[k][k2], 0), S::read(&b[k][k2], 0));
+                    (first[k2], second[k2]) = turned::<L, BACK>(x, angle);
+                }
+                D::write_blocks(first, o1[k].as_flattened_mut(), 0, stream);
+                D::write_blocks(second, o2[k].as_flattened_mut(), 0, stream);
             }
         }
     }

@@ -951,6 +951,25 @@ impl<L: Memory<T>, T: Element<Real = L::Real>> Access<L> for Rounded<T> {
     fn write(block: L, run: &mut [T], i: usize, stream: bool) {
         block.nearest().write_exact(run, i, stream);
     }
+    #[inline(always)]
+    fn write_blocks<const K: usize>(blocks: [L; K], run: &mut [T], i: usize, stream: bool) {
+        write_nearest::<L, T, K>(blocks, run, i, stream);
+    }
+}
+
+/// Writes the blocks from `i` on of a row, which has to hold them, rounded as approximate results are.
+#[inline(always)]
+fn write_nearest<L, T, const K: usize>(blocks: [L; K], row: &mut [T], i: usize, stream: bool)
+where
+    T: Element<Real = L::Real>,
+    L: Memory<T>,
+{
+    // A loop, as a closure would not be inlined.
+    let mut packed = [blocks[0].nearest().pack_exact(); K];
+    for k in 1..K {
+        packed[k] = blocks[k].nearest().pack_exact();
+    }
+    L::write_packed(packed, row, i, stream);
 }
 
 /// Elements that go through the short form of an activation on the way in.
@@ -971,6 +990,10 @@ where
     #[inline(always)]
     fn write(block: L, run: &mut [T], i: usize, stream: bool) {
         block.nearest().write_exact(run, i, stream);
+    }
+    #[inline(always)]
+    fn write_blocks<const K: usize>(blocks: [L; K], run: &mut [T], i: usize, stream: bool) {
+        write_nearest::<L, T, K>(blocks, run, i, stream);
     }
     #[inline(always)]
     fn note(run: &[T], i: usize, so_far: L) -> L {
@@ -1755,19 +1778,22 @@ fn pull_back_short<L, T, G>(
 {
     let lanes = PhantomData::<(L, G)>;
     // The choice is made outside of the loop, which then needs no more registers than there are.
-    let far = if stream && pieces.whole() && dx.is_aligned() {
-        L::enter(PullBackShort::<_, _, _, true, true> { pieces, x, g, dx: &mut dx, lanes })
+    let far = if L::MANY_REGISTERS && stream && pieces.whole() && dx.has_lines() {
+        L::enter(PullBackShort::<_, _, _, true, true, 2> { pieces, x, g, dx: &mut dx, lanes })
+    } else if stream && pieces.whole() && dx.is_aligned() {
+        L::enter(PullBackShort::<_, _, _, true, true, 1> { pieces, x, g, dx: &mut dx, lanes })
     } else {
-        L::enter(PullBackShort::<_, _, _, true, false> { pieces, x, g, dx: &mut dx, lanes })
+        L::enter(PullBackShort::<_, _, _, true, false, 1> { pieces, x, g, dx: &mut dx, lanes })
     };
     if far {
-        L::enter(PullBackShort::<_, _, _, false, false> { pieces, x, g, dx: &mut dx, lanes });
+        L::enter(PullBackShort::<_, _, _, false, false, 1> { pieces, x, g, dx: &mut dx, lanes });
     }
 }
 
 /// [`pull_back_short`]; tells whether there are arguments that are not near, and only right without
-/// them if `NEAR`. With `STREAM`, rows are whole and aligned.
-struct PullBackShort<'p, 'o, L, G, T: Element, const NEAR: bool, const STREAM: bool> {
+/// them if `NEAR`. With `STREAM`, rows are whole and aligned, in groups of `K` blocks.
+struct PullBackShort<'p, 'o, L, G, T: Element, const NEAR: bool, const STREAM: bool, const K: usize>
+{
     pieces: &'p Pieces,
     x: Grid<'p, T>,
     g: Grid<'p, T::Real>,
@@ -1775,8 +1801,8 @@ struct PullBackShort<'p, 'o, L, G, T: Element, const NEAR: bool, const STREAM: b
     lanes: PhantomData<(L, G)>,
 }
 
-impl<L, G, T, const NEAR: bool, const STREAM: bool> Task
-    for PullBackShort<'_, '_, L, G, T, NEAR, STREAM>
+impl<L, G, T, const NEAR: bool, const STREAM: bool, const K: usize> Task
+    for PullBackShort<'_, '_, L, G, T, NEAR, STREAM, K>
 where
     T: Element,
     G: Short,
@@ -1791,12 +1817,16 @@ where
         for i in 0..tokens {
             for j in 0..heads {
                 if STREAM {
-                    let blocks = self.x.blocks(i, j).iter().zip(self.g.blocks(i, j));
-                    for ((x, g), dx) in blocks.zip(self.dx.aligned_blocks(i, j)) {
-                        self.x.prefetch_block::<L>(x);
-                        noted = L::note(x, 0, noted);
-                        let slope = G::slope::<L, NEAR>(L::read_whole(x, 0));
-                        L::get(g, 0).mul(slope).nearest().write_exact_whole(dx, 0, true);
+                    let groups = self.x.groups::<K>(i, j).iter().zip(self.g.groups::<K>(i, j));
+                    for ((x, g), dx) in groups.zip(self.dx.groups::<true, K>(i, j)) {
+                        self.x.prefetch_block::<L>(&x[0]);
+                        let mut blocks = [L::splat(zero); K];
+                        for k in 0..K {
+                            noted = L::note(&x[k], 0, noted);
+                            let slope = G::slope::<L, NEAR>(L::read_whole(&x[k], 0));
+                            blocks[k] = L::get(&g[k], 0).mul(slope);
+                        }
+                        write_nearest::<L, T, K>(blocks, dx.as_flattened_mut(), 0, true);
                     }
                     continue;
                 }
@@ -1842,10 +1872,12 @@ fn pull_back_rows<L, T>(
     let lanes = PhantomData::<L>;
     let rows = x.rows();
     let to = GridMut::dense(y, rows, pieces.width);
-    let far = if stream && dx.is_aligned() {
-        L::enter(PullBackNearRows::<_, _, true> { x, g, y: to, sums, dx: &mut dx, lanes })
+    let far = if L::MANY_REGISTERS && stream && dx.has_lines() {
+        L::enter(PullBackNearRows::<_, _, true, 2> { x, g, y: to, sums, dx: &mut dx, lanes })
+    } else if stream && dx.is_aligned() {
+        L::enter(PullBackNearRows::<_, _, true, 1> { x, g, y: to, sums, dx: &mut dx, lanes })
     } else {
-        L::enter(PullBackNearRows::<_, _, false> { x, g, y: to, sums, dx: &mut dx, lanes })
+        L::enter(PullBackNearRows::<_, _, false, 1> { x, g, y: to, sums, dx: &mut dx, lanes })
     };
     if !far {
         return;
@@ -1870,8 +1902,8 @@ fn pull_back_rows<L, T>(
 }
 
 /// [`pull_back_rows`] where all elements are near 0; tells whether some are not. With `STREAM`, rows
-/// are aligned.
-struct PullBackNearRows<'p, 'o, 'y, L, T: Element, const STREAM: bool> {
+/// are aligned, in groups of `K` blocks.
+struct PullBackNearRows<'p, 'o, 'y, L, T: Element, const STREAM: bool, const K: usize> {
     x: Grid<'p, T>,
     g: Grid<'p, T::Real>,
     y: GridMut<'y, T::Real>,
@@ -1880,7 +1912,8 @@ struct PullBackNearRows<'p, 'o, 'y, L, T: Element, const STREAM: bool> {
     lanes: PhantomData<L>,
 }
 
-impl<L, T, const STREAM: bool> Task for PullBackNearRows<'_, '_, '_, L, T, STREAM>
+impl<L, T, const STREAM: bool, const K: usize> Task
+    for PullBackNearRows<'_, '_, '_, L, T, STREAM, K>
 where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
@@ -1915,12 +1948,14 @@ where
                 let inverse = 1.0 / L::get(self.sums, at).reduce_add().to_f64();
                 let dot = L::get(self.sums, at + L::N).reduce_add().to_f64() * inverse;
                 let (inverse, dot) = (L::splat(Real::of(inverse)), L::splat(Real::of(dot)));
-                let (y, g) = (self.y.blocks(i, j), self.g.blocks(i, j));
-                let dx = if STREAM { self.dx.aligned_blocks(i, j) } else { self.dx.blocks(i, j) };
-                for ((y, g), dx) in y.iter().zip(g).zip(dx) {
-                    let difference = L::get(g, 0).sub(dot);
-                    let block = L::get(y, 0).mul(inverse).mul(difference).nearest();
-                    block.write_exact_whole(dx, 0, STREAM);
+                let (y, g) = (self.y.groups::<false, K>(i, j), self.g.groups::<K>(i, j));
+                for ((y, g), dx) in y.iter().zip(g).zip(self.dx.groups::<STREAM, K>(i, j)) {
+                    let mut blocks = [zero; K];
+                    for k in 0..K {
+                        let difference = L::get(&g[k], 0).sub(dot);
+                        blocks[k] = L::get(&y[k], 0).mul(inverse).mul(difference);
+                    }
+                    write_nearest::<L, T, K>(blocks, dx.as_flattened_mut(), 0, STREAM);
                 }
             }
         }

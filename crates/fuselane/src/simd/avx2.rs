@@ -25,6 +25,18 @@ pub(crate) type ForF32<const VL: bool> = Avx2<false, 24, VL>;
 pub(crate) type ForF16<const VL: bool> = Avx2<false, 11, VL>;
 pub(crate) type ForBf16<const VL: bool> = Avx2<true, 8, VL>;
 
+/// The representations of 2^(k/8), less what k adds when it is shifted in.
+pub(super) static EIGHTHS: [u32; 8] = [
+    0x3F80_0F5E,
+    0x3F7B_A684,
+    0x3F78_4A36,
+    0x3F76_12C4,
+    0x3F75_1AAE,
+    0x3F75_7EDD,
+    0x3F77_5ED5,
+    0x3F7A_DCF6,
+];
+
 /// Calls an intrinsic.
 ///
 /// SAFETY of every use: the lanes of this file are only made by kernels that `super::run` enters
@@ -47,8 +59,8 @@ macro_rules! x86 {
 /// the results before it, which are on their way to memory: by that chance, whole calls took up to
 /// three times as long. (`black_box` promises nothing; without its effect, only speed is lost.)
 #[inline(always)]
-fn align_frame() {
-    let mut register = MaybeUninit::<__m256>::uninit();
+pub(super) fn align_frame<Register>() {
+    let mut register = MaybeUninit::<Register>::uninit();
     black_box(register.as_mut_ptr());
 }
 
@@ -163,12 +175,12 @@ impl<const SPLIT: bool, const STORED_BITS: u32, const VL: bool> Lanes
         }
         #[target_feature(enable = "avx2,fma,f16c")]
         fn compiled<K: Task>(task: K) -> K::Output {
-            align_frame();
+            align_frame::<__m256>();
             task.run()
         }
         #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
         fn compiled_for_vl<K: Task>(task: K) -> K::Output {
-            align_frame();
+            align_frame::<__m256>();
             task.run()
         }
         apart::<K, VL>(task)
@@ -280,17 +292,7 @@ impl<const SPLIT: bool, const STORED_BITS: u32, const VL: bool> F32Lanes
     #[inline(always)]
     fn exp2_eighths(self) -> Self {
         x86!({
-            // The table's entries lack what the fraction adds when it is shifted in.
-            let table = _mm256_setr_epi32(
-                0x3F80_0F5E,
-                0x3F7B_A684,
-                0x3F78_4A36,
-                0x3F76_12C4,
-                0x3F75_1AAE,
-                0x3F75_7EDD,
-                0x3F77_5ED5,
-                0x3F7A_DCF6,
-            );
+            let table = _mm256_loadu_si256(EIGHTHS.as_ptr().cast());
             let (a, b) = (_mm256_castps_si256(self.0), _mm256_castps_si256(self.1));
             let fraction_a = _mm256_permutevar8x32_epi32(table, a);
             let fraction_b = _mm256_permutevar8x32_epi32(table, b);
@@ -439,7 +441,7 @@ fn is_far<const SPLIT: bool, const STORED_BITS: u32, const VL: bool>(
 
 /// Which of the sixteen elements from `i` on a row has, as bits: those that a load with this mask reads.
 #[inline(always)]
-fn inside<T>(row: &[T], i: usize) -> __mmask16 {
+pub(super) fn inside<T>(row: &[T], i: usize) -> __mmask16 {
     let count = row.len().saturating_sub(i).min(16);
     ((1u32 << count) - 1) as __mmask16
 }

@@ -48,6 +48,8 @@ pub(crate) trait Math: Lanes {
     /// [is far](super::Memory::is_far), does it again without `NEAR`; results of near arguments
     /// are the same bits.
     fn exp_for_store<const NEAR: bool>(self) -> Self;
+    /// e^-x; as [`Math::exp_for_store`] with `NEAR`.
+    fn exp_minus_for_store(self) -> Self;
     /// 1 / self, as exact as [`Math::exp_for_store`], for numbers from 1 on.
     fn reciprocal_for_store(self) -> Self;
     /// Sine and cosine, within 1e-7 absolute for every finite argument.
@@ -529,6 +531,11 @@ impl<L: F32Lanes> Math for L {
     }
 
     #[inline(always)]
+    fn exp_minus_for_store(self) -> Self {
+        if Self::HAS_SHORT { Short::minus(self).value() } else { exact_exp(self.neg()) }
+    }
+
+    #[inline(always)]
     fn reciprocal_for_store(self) -> Self {
         if Self::HAS_SHORT { Short::reciprocal(self) } else { L::splat(1.0).div(self) }
     }
@@ -775,6 +782,9 @@ impl Math for Portable64 {
     }
     fn exp_for_store<const NEAR: bool>(self) -> Self {
         self.exp()
+    }
+    fn exp_minus_for_store(self) -> Self {
+        self.neg().exp()
     }
     fn reciprocal_for_store(self) -> Self {
         self.map(f64::recip)

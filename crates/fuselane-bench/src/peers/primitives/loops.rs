@@ -181,9 +181,9 @@ fn run(task: impl Task) {
         Isa::Portable => task.run(),
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the library uses these only on CPUs that have AVX2, FMA and F16C.
-        Isa::Avx2 | Isa::Avx512 => unsafe { run_avx2(task) },
+        Isa::Avx2 | Isa::Avx512 | Isa::Avx512Wide => unsafe { run_avx2(task) },
         #[cfg(not(target_arch = "x86_64"))]
-        Isa::Avx2 | Isa::Avx512 => task.run(),
+        Isa::Avx2 | Isa::Avx512 | Isa::Avx512Wide => task.run(),
     }
 }
 
@@ -219,7 +219,7 @@ pub(super) fn map<const N: usize>(
     let plan = Plan {
         inputs,
         width: if same { elements } else { row }.max(1),
-        stream: elements * like.dtype.size() >= fuselane::machine::last_level_cache_bytes(),
+        stream: elements * like.dtype.size() >= fuselane::machine::cached_bytes(),
         f,
     };
     match like.dtype {
