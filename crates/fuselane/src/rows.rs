@@ -223,6 +223,16 @@ impl<T: Element> RunMut<'_, T> {
             std::slice::from_raw_parts_mut(p, self.len)
         }
     }
+
+    /// Two rows, which have to be different ones.
+    #[inline(always)]
+    pub(crate) fn two_rows(&mut self, [a, b]: [usize; 2]) -> [&mut [T]; 2] {
+        assert!(a != b);
+        let a: *mut [T] = self.row(a);
+        // SAFETY: rows of an output do not overlap, and the result borrows `self` as long as
+        // both are held.
+        [unsafe { &mut *a }, self.row(b)]
+    }
 }
 
 /// Memory of a task's own for rows of an output that follow each other without gaps, but begin where

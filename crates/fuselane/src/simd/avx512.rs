@@ -1,10 +1,10 @@
-//! AVX-512 with registers of 512 bits: sixteen f32 in one, for activations of 16 bits.
+//! AVX-512 with registers of 512 bits: sixteen f32 in one.
 //!
 //! Half the instructions of `avx2.rs`, for CPUs whose pipes are as wide as these registers; a CPU
 //! that works on them in halves is better off with the other file (see `isa.rs` and
-//! docs/performance.md). f32 activations use the other file everywhere.
+//! docs/performance.md).
 //!
-//! For f16 the lanes are in index order. For bf16, the lower half of the register holds the elements of
+//! For f32 and f16 the lanes are in index order. For bf16, the lower half of the register holds the elements of
 //! even index and the upper half those of odd index. As the sixteen are loaded into both halves of the
 //! register, which costs nothing, one shuffle within 16 bytes widens them; one permutation of bytes packs
 //! them.
@@ -20,6 +20,7 @@ use crate::dtype::Element;
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512<const SPLIT: bool, const STORED_BITS: u32>(__m512);
 
+pub(crate) type ForF32 = Avx512<false, 24>;
 pub(crate) type ForF16 = Avx512<false, 11>;
 pub(crate) type ForBf16 = Avx512<true, 8>;
 

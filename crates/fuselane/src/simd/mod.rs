@@ -561,15 +561,16 @@ fn run_avx2<K: KernelIn<f32>, const VL: bool>(dtype: DType, kernel: K) {
     ForF32::<VL>::fence();
 }
 
-/// Runs a kernel for 16-bit activations with registers of 512 bits.
+/// Runs a kernel with registers of 512 bits.
 #[cfg(target_arch = "x86_64")]
 fn run_avx512<K: KernelIn<f32>>(dtype: DType, kernel: K) {
-    use avx512::{ForBf16, ForF16};
+    use avx512::{ForBf16, ForF16, ForF32};
     match dtype {
         DType::F16 => enter::<ForF16, f16, K>(kernel),
-        _ => enter::<ForBf16, bf16, K>(kernel),
+        DType::BF16 => enter::<ForBf16, bf16, K>(kernel),
+        _ => enter::<ForF32, f32, K>(kernel),
     }
-    ForBf16::fence();
+    ForF32::fence();
 }
 
 impl Arithmetic for f32 {
@@ -579,7 +580,7 @@ impl Arithmetic for f32 {
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2, _) => run_avx2::<K, false>(dtype, kernel),
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512, _) | (Isa::Avx512Wide, DType::F32) => run_avx2::<K, true>(dtype, kernel),
+            (Isa::Avx512, _) => run_avx2::<K, true>(dtype, kernel),
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx512Wide, _) => run_avx512(dtype, kernel),
             (_, DType::F16) => enter::<Portable, f16, K>(kernel),
