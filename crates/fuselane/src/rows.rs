@@ -309,14 +309,16 @@ where
     }
 }
 
-/// Which rows (of [`Rows`] of three dimensions) make a patch: those of one index of the second
-/// dimension, and of some neighbouring ones of the first and of the last.
+/// Which rows (of [`Rows`] of three dimensions) make a patch: those of some neighbouring indices of each
+/// dimension.
 #[derive(Clone, Copy)]
 pub(crate) struct Patch {
     /// The index of the first row.
     pub(crate) first: [usize; 3],
     /// Rows along the first and along the last dimension.
     pub(crate) rows: [usize; 2],
+    /// Indices of the second one; see [`Grid::entry`].
+    pub(crate) entries: usize,
     /// The first index of the patch that comes next, as far as is known; it may lie anywhere.
     pub(crate) next: [usize; 3],
 }
@@ -329,6 +331,8 @@ pub(crate) struct Grid<'r, T: Element> {
     steps: [isize; 2],
     rows: [usize; 2],
     len: usize,
+    /// How often all of it stands there, in rows of other indices; and the bytes from one to the next.
+    entries: (usize, isize),
     /// Bytes from a row to its counterpart in the patch that comes next.
     ahead: isize,
     memory: PhantomData<&'r [T]>,
@@ -341,6 +345,8 @@ pub(crate) struct GridMut<'r, T: Element> {
     steps: [isize; 2],
     rows: [usize; 2],
     len: usize,
+    /// As in [`Grid`].
+    entries: (usize, isize),
     memory: PhantomData<&'r mut [T]>,
 }
 
@@ -362,7 +368,24 @@ impl<'r, T: Element> Grid<'r, T> {
         let last = rows.map(|rows| rows.saturating_sub(1));
         assert!(last[0] * steps[0] + last[1] * steps[1] + len <= scratch.len());
         let steps = steps.map(|step| (step * size_of::<T>()) as isize);
-        Self { base: scratch.as_ptr(), steps, rows, len, ahead: 0, memory: PhantomData }
+        let (base, entries) = (scratch.as_ptr(), (1, 0));
+        Self { base, steps, rows, len, entries, ahead: 0, memory: PhantomData }
+    }
+
+    /// The number of entries, each of which has all rows.
+    #[inline(always)]
+    pub(crate) fn entries(&self) -> usize {
+        self.entries.0
+    }
+
+    /// One of the entries. Loops that know of one only, which [`Grid::row`] and the like give, are for
+    /// grids that have one.
+    #[inline(always)]
+    pub(crate) fn entry(&self, m: usize) -> Self {
+        let (entries, step) = self.entries;
+        assert!(m < entries);
+        let base = self.base.wrapping_byte_offset(m as isize * step);
+        Self { base, entries: (1, 0), ..*self }
     }
 
     /// The columns from `start` on, `len` of them, as rows of their own.
@@ -437,20 +460,29 @@ impl<'r, T: Element> GridMut<'r, T> {
     #[inline(always)]
     pub(crate) fn split_at(self, column: usize) -> [Self; 2] {
         assert!(column <= self.len);
-        let Self { base, steps, rows, len, memory } = self;
+        let Self { base, steps, rows, len, entries, memory } = self;
         let (second, rest) = (base.wrapping_add(column), len - column);
         // Rows of an output do not overlap, and columns neither.
         [
-            Self { base, steps, rows, len: column, memory },
-            Self { base: second, steps, rows, len: rest, memory },
+            Self { base, steps, rows, len: column, entries, memory },
+            Self { base: second, steps, rows, len: rest, entries, memory },
         ]
+    }
+
+    /// As [`Grid::entry`].
+    #[inline(always)]
+    pub(crate) fn entry(&mut self, m: usize) -> GridMut<'_, T> {
+        let &mut Self { base, steps, rows, len, entries: (entries, step), .. } = self;
+        assert!(m < entries);
+        let base = base.wrapping_byte_offset(m as isize * step);
+        GridMut { base, steps, rows, len, entries: (1, 0), memory: PhantomData }
     }
 
     /// The same rows, for a while.
     #[inline(always)]
     pub(crate) fn reborrow(&mut self) -> GridMut<'_, T> {
-        let &mut Self { base, steps, rows, len, .. } = self;
-        GridMut { base, steps, rows, len, memory: PhantomData }
+        let &mut Self { base, steps, rows, len, entries, .. } = self;
+        GridMut { base, steps, rows, len, entries, memory: PhantomData }
     }
 
     /// Cuts the rows at three columns.
@@ -465,8 +497,8 @@ impl<'r, T: Element> GridMut<'r, T> {
     /// Scratch that holds `rows` rows of `len` numbers, one after the other.
     #[inline(always)]
     pub(crate) fn dense(scratch: &'r mut [T], rows: [usize; 2], len: usize) -> Self {
-        let Grid { steps, .. } = Grid::dense(scratch, rows, len);
-        Self { base: scratch.as_mut_ptr(), steps, rows, len, memory: PhantomData }
+        let Grid { steps, entries, .. } = Grid::dense(scratch, rows, len);
+        Self { base: scratch.as_mut_ptr(), steps, rows, len, entries, memory: PhantomData }
     }
 
     /// A row.
@@ -488,8 +520,14 @@ impl<'r, T: Element> GridMut<'r, T> {
     /// Whether every row is aligned for stores past the caches.
     #[inline(always)]
     pub(crate) fn is_aligned(&self) -> bool {
-        let [outer, inner] = self.steps;
-        (self.base as usize | outer as usize | inner as usize).is_multiple_of(STREAM_ALIGN)
+        self.bytes_between().is_multiple_of(STREAM_ALIGN)
+    }
+
+    /// A number that is a multiple of a power of two where all addresses of rows are.
+    #[inline(always)]
+    fn bytes_between(&self) -> usize {
+        let ([outer, inner], (_, entry)) = (self.steps, self.entries);
+        self.base as usize | outer as usize | inner as usize | entry as usize
     }
 
     /// Whether every row is of whole groups of two blocks that begin with a cache line each (blocks of
@@ -498,9 +536,8 @@ impl<'r, T: Element> GridMut<'r, T> {
     /// GB/s, and line by line at 54 to 60.
     #[inline(always)]
     pub(crate) fn has_lines(&self) -> bool {
-        let [outer, inner] = self.steps;
-        let bytes = self.base as usize | outer as usize | inner as usize;
-        bytes.is_multiple_of(2 * STREAM_ALIGN) && self.len.is_multiple_of(2 * MAX_LANES)
+        self.bytes_between().is_multiple_of(2 * STREAM_ALIGN)
+            && self.len.is_multiple_of(2 * MAX_LANES)
     }
 
     /// The whole groups of `K` blocks of a row, of a grid that is aligned or has lines with `ALIGNED`,
@@ -1105,7 +1142,8 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize> Part<
         }
         let (base, len) = self.rows.place(o, &patch.first);
         let (base, steps) = (base.cast_const().cast(), [o.steps[0], o.steps[2]]);
-        Grid { base, steps, rows: patch.rows, len, ahead, memory: PhantomData }
+        let entries = (patch.entries, if patch.entries > 1 { o.steps[1] } else { 0 });
+        Grid { base, steps, rows: patch.rows, len, entries, ahead, memory: PhantomData }
     }
 
     /// The address of the first output's row of some index; of any value where there is none.
@@ -1121,19 +1159,20 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize> Part<
         let o = &self.rows.outputs[i];
         let (base, len) = self.rows.place(o, &patch.first);
         let (base, steps) = (base.cast(), [o.steps[0], o.steps[2]]);
-        GridMut { base, steps, rows: patch.rows, len, memory: PhantomData }
+        let entries = (patch.entries, if patch.entries > 1 { o.steps[1] } else { 0 });
+        GridMut { base, steps, rows: patch.rows, len, entries, memory: PhantomData }
     }
 
     #[inline(always)]
     fn check_patch<T: Element>(&self, patch: &Patch) {
         let (dtype, shape) = (self.rows.dtype, &self.rows.shape);
         assert!(T::DTYPE == dtype, "rows of {dtype} taken as {}", T::DTYPE);
-        let Patch { first: [a, b, c], rows: [outer, inner], .. } = *patch;
-        assert!(self.rows.rank == 3 && outer > 0 && inner > 0);
-        assert!(a + outer <= shape[0] && b < shape[1] && c + inner <= shape[2]);
+        let Patch { first: [a, b, c], rows: [outer, inner], entries, .. } = *patch;
+        assert!(self.rows.rank == 3 && outer > 0 && inner > 0 && entries > 0);
+        assert!(a + outer <= shape[0] && b + entries <= shape[1] && c + inner <= shape[2]);
         // Every row of the patch lies between its first and its last one.
         let first = (a * shape[1] + b) * shape[2] + c;
-        let last = ((a + outer - 1) * shape[1] + b) * shape[2] + c + inner - 1;
+        let last = ((a + outer - 1) * shape[1] + b + entries - 1) * shape[2] + c + inner - 1;
         assert!(self.range.start <= first && last < self.range.end);
     }
 

@@ -410,3 +410,51 @@ fn a_row_does_not_depend_on_the_others() {
         }
     }
 }
+
+/// Rows that take turns with others, of the batch or of a norm, are as they are alone.
+#[test]
+fn rows_in_turns_do_not_depend_on_each_other() {
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        for (b, features) in [(9, 128), (6, 64), (5, 96)] {
+            let (shape, wide) = ([b, 5, 3, features], [b, 5, 3, 2 * features]);
+            let inputs = |grad: &[usize], count: usize| {
+                let theta = random(DType::F32, &[1, count], 3);
+                vec![random(dtype, &shape, 1), random(dtype, grad, 2), theta]
+            };
+            for pairing in [Pairing::Half, Pairing::Interleaved] {
+                let rotate = Rotate { pairing, ..Rotate::default() };
+                let what = format!("rotate {pairing:?} {dtype} {features}");
+                let rotated = || inputs(&shape, features / 2);
+                same_in_parts(&what, rotated(), 1, &shape, |i, o| {
+                    rotate.forward_into(i[0], i[2], o)
+                });
+                same_in_parts(&what, rotated(), 1, &shape, |i, o| {
+                    let (grad, angles) = (i[1], i[2].into());
+                    let of = RotateBackward { x: None, grad, angles, dx: Some(o), dtheta: None };
+                    rotate.backward_into(of)
+                });
+            }
+            for layout in [TokenLayout::HeadsTokens, TokenLayout::TokensHeads] {
+                let cosine = Cosine { layout, ..Cosine::default() };
+                let what = format!("cosine {layout:?} {dtype} {features}");
+                let waved = || inputs(&wide, features);
+                same_in_parts(&what, waved(), 1, &wide, |i, o| cosine.forward_into(i[0], i[2], o));
+                same_in_parts(&what, waved(), 1, &shape, |i, o| {
+                    let (grad, angles) = (i[1], i[2].into());
+                    let of = CosineBackward { x: None, grad, angles, dx: Some(o), dtheta: None };
+                    cosine.backward_into(of)
+                });
+            }
+        }
+        for (rows, features) in [(41, 64), (37, 128), (7, 1024), (9, 2048), (6, 4160)] {
+            let shape = [rows, features];
+            let inputs = vec![random(dtype, &shape, 1), random(DType::F32, &[features], 2)];
+            let what = format!("norm {dtype} {features}");
+            same_in_parts(&what, inputs, 1, &shape, |i, o| {
+                let call =
+                    NormalizeForward { weight: Some(i[1]), ..NormalizeForward::new(i[0], o) };
+                Normalize::rms_norm().forward_into(call)
+            });
+        }
+    }
+}

@@ -254,14 +254,17 @@ impl Encoding for Waves {
             return noted;
         }
         let [tokens, heads] = x.rows();
-        for i in 0..tokens {
-            for j in 0..heads {
-                for k in (whole..self.features).step_by(L::N) {
-                    noted = S::note(x.row(i, j), k, noted);
-                    let y = S::read(x.row(i, j), k);
-                    let (cos, sin) = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
-                    D::write(y.mul(cos), cos_end.row(i, j), k - whole, false);
-                    D::write(y.mul(sin), sin_end.row(i, j), k - whole, false);
+        for m in 0..x.entries() {
+            let (x, mut cos_end, mut sin_end) = (x.entry(m), cos_end.entry(m), sin_end.entry(m));
+            for i in 0..tokens {
+                for j in 0..heads {
+                    for k in (whole..self.features).step_by(L::N) {
+                        noted = S::note(x.row(i, j), k, noted);
+                        let y = S::read(x.row(i, j), k);
+                        let (cos, sin) = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
+                        D::write(y.mul(cos), cos_end.row(i, j), k - whole, false);
+                        D::write(y.mul(sin), sin_end.row(i, j), k - whole, false);
+                    }
                 }
             }
         }
@@ -293,13 +296,16 @@ impl Encoding for Waves {
             return;
         }
         let [tokens, heads] = g_cos.rows();
-        for i in 0..tokens {
-            for j in 0..heads {
-                for k in (whole..self.features).step_by(L::N) {
-                    let (cos, sin) = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
-                    let (g_cos, g_sin) = (S::read(g_cos.row(i, j), k), S::read(g_sin.row(i, j), k));
-                    let sum = g_cos.mul_add(cos, g_sin.mul(sin));
-                    D::write(sum, dx_end.row(i, j), k - whole, false);
+        for m in 0..g_cos.entries() {
+            let (g_cos, g_sin, mut dx_end) = (g_cos.entry(m), g_sin.entry(m), dx_end.entry(m));
+            for i in 0..tokens {
+                for j in 0..heads {
+                    for k in (whole..self.features).step_by(L::N) {
+                        let (cos, sin) = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
+                        let (a, b) = (S::read(g_cos.row(i, j), k), S::read(g_sin.row(i, j), k));
+                        let sum = a.mul_add(cos, b.mul(sin));
+                        D::write(sum, dx_end.row(i, j), k - whole, false);
+                    }
                 }
             }
         }
@@ -351,26 +357,29 @@ where
     let zero = L::splat(Real::of(0.0));
     for i in 0..tokens {
         for j in 0..heads {
-            let row = &x.groups::<K>(i, j)[..groups];
             let (cos, sin) = (&cos.groups::<K>(i, j)[..groups], &sin.groups::<K>(i, j)[..groups]);
-            let o_cos = &mut o_cos.groups::<ALIGNED, K>(i, j)[..groups];
-            let o_sin = &mut o_sin.groups::<ALIGNED, K>(i, j)[..groups];
-            // In a loop of its own, as the other one needs all registers.
-            for block in row.as_flattened() {
-                noted = S::note(block, 0, noted);
-            }
-            for k in 0..groups {
-                if !S::REGISTERS {
-                    x.prefetch_block::<L>(&row[k][0]);
+            for m in 0..x.entries() {
+                let row = &x.entry(m).groups::<K>(i, j)[..groups];
+                let (mut o_cos, mut o_sin) = (o_cos.entry(m), o_sin.entry(m));
+                let o_cos = &mut o_cos.groups::<ALIGNED, K>(i, j)[..groups];
+                let o_sin = &mut o_sin.groups::<ALIGNED, K>(i, j)[..groups];
+                // In a loop of its own, as the other one needs all registers.
+                for block in row.as_flattened() {
+                    noted = S::note(block, 0, noted);
                 }
-                let (mut a, mut b) = ([zero; K], [zero; K]);
-                for k2 in 0..K {
-                    let y = S::read(&row[k][k2], 0);
-                    a[k2] = y.mul(L::get(&cos[k][k2], 0));
-                    b[k2] = y.mul(L::get(&sin[k][k2], 0));
+                for k in 0..groups {
+                    if !S::REGISTERS {
+                        x.prefetch_block::<L>(&row[k][0]);
+                    }
+                    let (mut a, mut b) = ([zero; K], [zero; K]);
+                    for k2 in 0..K {
+                        let y = S::read(&row[k][k2], 0);
+                        a[k2] = y.mul(L::get(&cos[k][k2], 0));
+                        b[k2] = y.mul(L::get(&sin[k][k2], 0));
+                    }
+                    D::write_blocks(a, o_cos[k].as_flattened_mut(), 0, stream);
+                    D::write_blocks(b, o_sin[k].as_flattened_mut(), 0, stream);
                 }
-                D::write_blocks(a, o_cos[k].as_flattened_mut(), 0, stream);
-                D::write_blocks(b, o_sin[k].as_flattened_mut(), 0, stream);
             }
         }
     }
@@ -397,19 +406,23 @@ fn sum_blocks<L, S, D, const ALIGNED: bool, const K: usize>(
     let groups = dx.len() / (K * MAX_LANES);
     for i in 0..tokens {
         for j in 0..heads {
-            let (a, b) = (&g_cos.groups::<K>(i, j)[..groups], &g_sin.groups::<K>(i, j)[..groups]);
             let (cos, sin) = (&cos.groups::<K>(i, j)[..groups], &sin.groups::<K>(i, j)[..groups]);
-            let dx = &mut dx.groups::<ALIGNED, K>(i, j)[..groups];
-            for k in 0..groups {
-                g_cos.prefetch_block::<L>(&a[k][0]);
-                g_sin.prefetch_block::<L>(&b[k][0]);
-                let mut sums = [L::splat(Real::of(0.0)); K];
-                for k2 in 0..K {
-                    let (a, b) = (S::read(&a[k][k2], 0), S::read(&b[k][k2], 0));
-                    let (cos, sin) = (L::get(&cos[k][k2], 0), L::get(&sin[k][k2], 0));
-                    sums[k2] = a.mul_add(cos, b.mul(sin));
+            for m in 0..g_cos.entries() {
+                let (a, b) = (g_cos.entry(m).groups::<K>(i, j), g_sin.entry(m).groups::<K>(i, j));
+                let (a, b) = (&a[..groups], &b[..groups]);
+                let mut dx = dx.entry(m);
+                let dx = &mut dx.groups::<ALIGNED, K>(i, j)[..groups];
+                for k in 0..groups {
+                    g_cos.prefetch_block::<L>(&a[k][0]);
+                    g_sin.prefetch_block::<L>(&b[k][0]);
+                    let mut sums = [L::splat(Real::of(0.0)); K];
+                    for k2 in 0..K {
+                        let (a, b) = (S::read(&a[k][k2], 0), S::read(&b[k][k2], 0));
+                        let (cos, sin) = (L::get(&cos[k][k2], 0), L::get(&sin[k][k2], 0));
+                        sums[k2] = a.mul_add(cos, b.mul(sin));
+                    }
+                    D::write_blocks(sums, dx[k].as_flattened_mut(), 0, stream);
                 }
-                D::write_blocks(sums, dx[k].as_flattened_mut(), 0, stream);
             }
         }
     }

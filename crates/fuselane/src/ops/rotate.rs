@@ -393,8 +393,10 @@ where
     } else {
         turn_neighbours::<L, S, D, BACK>(2 * rotation.pairs, x1, tables, o1, stream)
     };
-    for (x, o) in [x_between, x_behind].into_iter().zip([o_between, o_behind]) {
-        noted = pass::<L, S, D>(x, o, noted, stream);
+    for (x, mut o) in [x_between, x_behind].into_iter().zip([o_between, o_behind]) {
+        for m in 0..x.entries() {
+            noted = pass::<L, S, D>(x.entry(m), o.entry(m), noted, stream);
+        }
     }
     noted
 }
@@ -428,15 +430,19 @@ where
         return noted;
     }
     let [tokens, heads] = x1.rows();
-    for i in 0..tokens {
-        for j in 0..heads {
-            for k in (whole..pairs).step_by(L::N) {
-                let angle = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
-                noted = S::note(x2.row(i, j), k, S::note(x1.row(i, j), k, noted));
-                let x = (S::read(x1.row(i, j), k), S::read(x2.row(i, j), k));
-                let (a, b) = turned::<L, BACK>(x, angle);
-                D::write(a, o1_end.row(i, j), k - whole, false);
-                D::write(b, o2_end.row(i, j), k - whole, false);
+    for m in 0..x1.entries() {
+        let (x1, x2) = (x1.entry(m), x2.entry(m));
+        let (mut o1_end, mut o2_end) = (o1_end.entry(m), o2_end.entry(m));
+        for i in 0..tokens {
+            for j in 0..heads {
+                for k in (whole..pairs).step_by(L::N) {
+                    let angle = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
+                    noted = S::note(x2.row(i, j), k, S::note(x1.row(i, j), k, noted));
+                    let x = (S::read(x1.row(i, j), k), S::read(x2.row(i, j), k));
+                    let (a, b) = turned::<L, BACK>(x, angle);
+                    D::write(a, o1_end.row(i, j), k - whole, false);
+                    D::write(b, o2_end.row(i, j), k - whole, false);
+                }
             }
         }
     }
@@ -466,29 +472,33 @@ where
     let zero = L::splat(Real::of(0.0));
     for i in 0..tokens {
         for j in 0..heads {
-            let (a, b) = (&x1.groups::<K>(i, j)[..groups], &x2.groups::<K>(i, j)[..groups]);
             let (cos, sin) = (&cos.groups::<K>(i, j)[..groups], &sin.groups::<K>(i, j)[..groups]);
-            let (o1, o2) = (o1.groups::<ALIGNED, K>(i, j), o2.groups::<ALIGNED, K>(i, j));
-            let (o1, o2) = (&mut o1[..groups], &mut o2[..groups]);
-            // In a loop of its own, as the other one needs all registers.
-            for k in 0..groups {
-                for k2 in 0..K {
-                    noted = S::note(&b[k][k2], 0, S::note(&a[k][k2], 0, noted));
+            for m in 0..x1.entries() {
+                let (a, b) = (x1.entry(m).groups::<K>(i, j), x2.entry(m).groups::<K>(i, j));
+                let (a, b) = (&a[..groups], &b[..groups]);
+                let (mut o1, mut o2) = (o1.entry(m), o2.entry(m));
+                let (o1, o2) = (o1.groups::<ALIGNED, K>(i, j), o2.groups::<ALIGNED, K>(i, j));
+                let (o1, o2) = (&mut o1[..groups], &mut o2[..groups]);
+                // In a loop of its own, as the other one needs all registers.
+                for k in 0..groups {
+                    for k2 in 0..K {
+                        noted = S::note(&b[k][k2], 0, S::note(&a[k][k2], 0, noted));
+                    }
                 }
-            }
-            for k in 0..groups {
-                if !S::REGISTERS {
-                    x1.prefetch_block::<L>(&a[k][0]);
-                    x2.prefetch_block::<L>(&b[k][0]);
+                for k in 0..groups {
+                    if !S::REGISTERS {
+                        x1.prefetch_block::<L>(&a[k][0]);
+                        x2.prefetch_block::<L>(&b[k][0]);
+                    }
+                    let (mut first, mut second) = ([zero; K], [zero; K]);
+                    for k2 in 0..K {
+                        let angle = (L::get(&cos[k][k2], 0), L::get(&sin[k][k2], 0));
+                        let x = (S::read(&a[k][k2], 0), S::read(&b[k][k2], 0));
+                        (first[k2], second[k2]) = turned::<L, BACK>(x, angle);
+                    }
+                    D::write_blocks(first, o1[k].as_flattened_mut(), 0, stream);
+                    D::write_blocks(second, o2[k].as_flattened_mut(), 0, stream);
                 }
-                let (mut first, mut second) = ([zero; K], [zero; K]);
-                for k2 in 0..K {
-                    let angle = (L::get(&cos[k][k2], 0), L::get(&sin[k][k2], 0));
-                    let x = (S::read(&a[k][k2], 0), S::read(&b[k][k2], 0));
-                    (first[k2], second[k2]) = turned::<L, BACK>(x, angle);
-                }
-                D::write_blocks(first, o1[k].as_flattened_mut(), 0, stream);
-                D::write_blocks(second, o2[k].as_flattened_mut(), 0, stream);
             }
         }
     }
@@ -515,23 +525,26 @@ where
     let [tokens, heads] = x.rows();
     for i in 0..tokens {
         for j in 0..heads {
-            if !S::REGISTERS {
-                x.prefetch_next::<L>(i, j);
-            }
-            if L::N == MAX_LANES {
-                let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
-                let blocks = x.blocks(i, j).iter().zip(table).zip(o.blocks(i, j));
-                for ((x, (cos, sin)), o) in blocks {
-                    noted = S::note(x, 0, noted);
-                    let angle = (L::get(cos, 0), L::get(sin, 0));
-                    D::write(turned_pairs::<L, BACK>(S::read(x, 0), angle), o, 0, stream);
+            for m in 0..x.entries() {
+                let (x, mut o, mut o_end) = (x.entry(m), o.entry(m), o_end.entry(m));
+                if !S::REGISTERS {
+                    x.prefetch_next::<L>(i, j);
                 }
-            }
-            for k in (whole..len).step_by(L::N) {
-                let angle = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
-                noted = S::note(x.row(i, j), k, noted);
-                let turned = turned_pairs::<L, BACK>(S::read(x.row(i, j), k), angle);
-                D::write(turned, o_end.row(i, j), k - whole, false);
+                if L::N == MAX_LANES {
+                    let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
+                    let blocks = x.blocks(i, j).iter().zip(table).zip(o.blocks(i, j));
+                    for ((x, (cos, sin)), o) in blocks {
+                        noted = S::note(x, 0, noted);
+                        let angle = (L::get(cos, 0), L::get(sin, 0));
+                        D::write(turned_pairs::<L, BACK>(S::read(x, 0), angle), o, 0, stream);
+                    }
+                }
+                for k in (whole..len).step_by(L::N) {
+                    let angle = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
+                    noted = S::note(x.row(i, j), k, noted);
+                    let turned = turned_pairs::<L, BACK>(S::read(x.row(i, j), k), angle);
+                    D::write(turned, o_end.row(i, j), k - whole, false);
+                }
             }
         }
     }

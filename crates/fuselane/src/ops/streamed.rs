@@ -16,7 +16,7 @@ use crate::view::{View, ViewMut};
 use crate::{Isa, Positions, with_isa};
 
 /// Batch, tokens and heads; batches of rows of all operators are met, and their ends.
-const ROWS: [usize; 3] = [3, 23, 2];
+const ROWS: [usize; 3] = [5, 13, 2];
 const COUNT: usize = ROWS[0] * ROWS[1] * ROWS[2];
 
 fn numbers<T: Element>(len: usize, seed: u64) -> Vec<T> {
