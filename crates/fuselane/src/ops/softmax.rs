@@ -1145,6 +1145,15 @@ where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
+    match task.n {
+        128 if const { L::MANY_REGISTERS && !LOG } => {
+            return short_rows_from_output::<L, T, 8>(task);
+        }
+        64 if const { L::MANY_REGISTERS && !LOG } => {
+            return short_rows_from_output::<L, T, 4>(task);
+        }
+        _ => {}
+    }
     let batch = batch(task.n);
     let (zero_masked, stream) = (task.options.zero_masked_rows, task.stream);
     let (mut totals, mut stage) = ([Real::of(0.0); BATCH], Stage::new());
@@ -1164,6 +1173,74 @@ where
             }
         }
     }
+}
+
+/// [`rows_from_output`] of rows of `K` blocks.
+#[inline(always)]
+fn short_rows_from_output<L, T, const K: usize>(mut task: Task<'_, 2>)
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    let (options, lanes) = ((task.options.zero_masked_rows, task.stream), PhantomData::<L>);
+    while let Some(runs) = task.part.next_run::<T>(usize::MAX) {
+        let ([o, grad], [mut dx], rows) = (runs.inputs, runs.outputs, runs.rows);
+        let (o, grad, dx) = (&o, &grad, &mut dx);
+        L::enter(ShortRowGradients::<_, _, K> { o, grad, dx, rows, options, lanes });
+    }
+}
+
+/// [`RowTotals`] and [`RowGradients`] of rows of `K` blocks, which stay in registers between the two: a
+/// row is written while the next ones are read. (Emerald Rapids, rows of 128 from memory: 13.6 cycles for 16
+/// elements instead of 15.2.) The same sums, in the same order.
+struct ShortRowGradients<'a, 'r, L, T: Element, const K: usize> {
+    o: &'a Run<'r, T>,
+    grad: &'a Run<'r, T>,
+    dx: &'a mut RunMut<'r, T>,
+    rows: usize,
+    /// As in [`RowGradients`].
+    options: (bool, bool),
+    lanes: PhantomData<L>,
+}
+
+impl<L, T, const K: usize> simd::Task for ShortRowGradients<'_, '_, L, T, K>
+where
+    T: Element,
+    L: Math + Lanes<Real = T::Real> + Memory<T>,
+{
+    type Output = ();
+    #[inline(always)]
+    fn run(self) {
+        let Self { o, grad, dx, rows, options: (zero_masked, stream), .. } = self;
+        let (o_ahead, grad_ahead, zero) = (o.ahead(), grad.ahead(), L::splat(Real::of(0.0)));
+        for r in 0..rows {
+            let (o, grad) = (o.row(r).as_chunks().0, grad.row(r).as_chunks().0);
+            let Some((o, grad)) = o.first_chunk::<K>().zip(grad.first_chunk::<K>()) else { return };
+            let (mut os, mut grads, mut sum) = ([zero; K], [zero; K], zero);
+            for k in 0..K {
+                prefetch_block::<L, T>(&o[k], o_ahead);
+                prefetch_block::<L, T>(&grad[k], grad_ahead);
+                (os[k], grads[k]) = (L::read_whole(&o[k], 0), L::read_whole(&grad[k], 0));
+                sum = os[k].mul_add(grads[k], sum);
+            }
+            let total = L::splat(sum.reduce_add());
+            let mut packed = [<L as Memory<T>>::pack(zero); K];
+            for k in 0..K {
+                let mut result = pull_back::<L, false>(os[k], grads[k], total);
+                if zero_masked {
+                    result = zero_where_zero(os[k], result);
+                }
+                packed[k] = <L as Memory<T>>::pack_exact(<L as Memory<T>>::nearest(result));
+            }
+            L::write_packed(packed, dx.row(r), 0, stream);
+        }
+    }
+}
+
+/// Asks for the cache line that is `ahead` bytes behind a block, once for each line.
+#[inline(always)]
+fn prefetch_block<L: Lanes, T>(block: &[T; MAX_LANES], ahead: isize) {
+    L::prefetch(block.as_ptr().wrapping_byte_offset(ahead));
 }
 
 /// The sum over each row of o * grad, or of grad alone for the logarithm.
