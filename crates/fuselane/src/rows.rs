@@ -418,6 +418,7 @@ impl<'r, T: Element> Grid<'r, T> {
     #[inline(always)]
     pub(crate) fn row(&self, i: usize, j: usize) -> &'r [T] {
         assert!(i < self.rows[0] && j < self.rows[1]);
+        debug_assert!(self.entries.0 == 1, "one entry of several");
         // SAFETY: `Part::input` made this of rows that its part owns, and this is one of them; or
         // `dense` of a slice that holds them. An absent operand has dangling rows of no length,
         // with steps of 0.
@@ -505,6 +506,7 @@ impl<'r, T: Element> GridMut<'r, T> {
     #[inline(always)]
     pub(crate) fn row(&mut self, i: usize, j: usize) -> &mut [T] {
         assert!(i < self.rows[0] && j < self.rows[1]);
+        debug_assert!(self.entries.0 == 1, "one entry of several");
         // SAFETY: as for `Grid::row`; the borrow of `self` keeps two from being held at once.
         unsafe {
             std::slice::from_raw_parts_mut(at(self.base, self.steps, i, j).cast_mut(), self.len)

@@ -402,6 +402,10 @@ fn rotate_backward() {
     let checked =
         run(|at| plain.check_backward(nothing(at)), |at| plain.backward_into(nothing(at)));
     assert!(checked.unwrap().is_empty());
+    // With x too, which is all that says what the call is about.
+    let only_x = |at: Place| RotateBackward { dx: None, dtheta: None, ..base(at) };
+    assert!(base(Place(SLOT)).x.is_some());
+    run(|at| plain.check_backward(only_x(at)), |at| plain.backward_into(only_x(at))).unwrap();
     // Only the statistics of a call without tokens are left: dtheta is zero.
     let none = |at: Place| RotateBackward {
         x: Some(at.input(0, F32, &[1, 0, 2, 6])),

@@ -774,7 +774,7 @@ impl Groups {
     #[inline(always)]
     fn batch(self) -> usize {
         let halves = if self.in_turns { 2 } else { 1 };
-        (halves * BATCH_ELEMENTS / self.len.max(1)).clamp(halves, BATCH)
+        halves * (BATCH_ELEMENTS / self.len.max(1)).clamp(1, BATCH / halves)
     }
 
     /// How many rows make a batch; one, if that has more groups than a batch.
@@ -1322,7 +1322,8 @@ impl Kernel for Forward<'_> {
         let fused = fusible::<L>(self.options.gate_act, self.with.gate, groups.len);
         let mut with = ForwardWith { fused, ..self.with };
         let kind = with.kind::<L>();
-        let in_turns = with == ForwardWith::RMS && groups.count == 1 && groups.staggers::<L>();
+        let pairs = with == ForwardWith::RMS && groups.len * size_of::<T>() <= PAIR_ROW;
+        let in_turns = pairs && groups.count == 1 && groups.staggers::<L>();
         let groups = Groups { in_turns, ..groups };
         if groups.len == 0 {
             while let Some(row) = self.part.next::<T>() {
@@ -1522,7 +1523,7 @@ impl<T: Element> ForwardRows<'_, T> {
     {
         let (kind, span) = (self.kind, &(0..self.groups.len));
         let rows = &mut *self;
-        if rows.groups.in_turns && batch.len().is_multiple_of(2) {
+        if rows.groups.in_turns {
             L::enter(StaggeredPairs::<L, T> { rows, batch, next, lanes: PhantomData });
             return 0;
         }
@@ -1979,11 +1980,11 @@ where
     }
 }
 
-/// [`Staggered`] of a plain norm, whose batches are of two halves: a row of one half and a row of the other take
-/// turns, step by step. So memory is read and written at two places a page or more apart, which keeps
-/// more of it busy, and the weight is read half as often. (Emerald Rapids, rows of 2,048 from memory: 0.90 of the time. A
-/// loop in C takes 9.0 cycles for 16 elements one row at a time, 8.0 with two, 8.0 to 8.4 with four. With a residual, a
-/// gate or backward, turns gain nothing.)
+/// [`Staggered`] of a plain norm, whose batches are of two halves: a row of one half and a row of the
+/// other take turns, step by step. So memory is read and written at two places, which keeps more of it
+/// busy, and the weight is read half as often. (Emerald Rapids, rows of 2,048 from memory: 0.90 of the
+/// time. A loop in C takes 9.0 cycles for 16 elements one row at a time, 8.0 with two, 8.0 to 8.4 with
+/// four. With a residual, a gate or backward, turns gain nothing.)
 struct StaggeredPairs<'r, 'g, L, T: Element> {
     rows: &'r mut ForwardRows<'g, T>,
     batch: Batch,
@@ -1995,8 +1996,8 @@ struct StaggeredPairs<'r, 'g, L, T: Element> {
 const PAIR_BLOCKS: usize = 4;
 const PAIR_STEP: usize = PAIR_BLOCKS * MAX_LANES;
 
-/// How far ahead [`StaggeredPairs`] asks for memory, in bytes: two rows of 2,048 elements of 16 bits.
-const PAIR_AHEAD: usize = 8 << 10;
+/// The most bytes of a row of [`StaggeredPairs`], which asks for the next two in the first-level cache.
+const PAIR_ROW: usize = 8 << 10;
 
 impl<L, T> Task for StaggeredPairs<'_, '_, L, T>
 where
@@ -2010,7 +2011,7 @@ where
         if const { !L::MANY_REGISTERS } {
             return; // never asked for
         }
-        let half = batch.len() / 2;
+        let (half, ahead) = (batch.len() / 2, rows.groups.ahead(batch));
         for slot in 0..half {
             let slots = [slot, slot + half];
             let (at, next) = (slots.map(|s| batch.rows.0 + s), slots.map(|s| next.rows.0 + s));
@@ -2029,7 +2030,7 @@ where
                 ];
                 for (step, factor) in factor.as_chunks().0.iter().enumerate() {
                     for turn in &mut turns {
-                        turn.step(step, factor, rows.stream);
+                        turn.step(step, factor, ahead, rows.stream);
                     }
                 }
                 for (sum, turn) in sums_of_all.iter_mut().zip(turns) {
@@ -2069,14 +2070,15 @@ where
         }
     }
 
-    /// Writes a step of the output, and adds one of the next row to the sums.
+    /// Writes a step of the output, and adds one of the next row to the sums. Asks for what lies `ahead`
+    /// elements behind that.
     #[inline(always)]
-    fn step(&mut self, step: usize, factor: &[T::Real; PAIR_STEP], stream: bool) {
+    fn step(&mut self, step: usize, factor: &[T::Real; PAIR_STEP], ahead: usize, stream: bool) {
         let (x, next_x) = (&self.x[step], &self.next_x[step]);
         let mut outputs = [self.scale; PAIR_BLOCKS];
         for k in 0..PAIR_BLOCKS {
             let i = k * MAX_LANES;
-            for line in lines_ahead::<L, T>(next_x, i, PAIR_AHEAD / size_of::<T>()) {
+            for line in lines_ahead::<L, T>(next_x, i, ahead) {
                 L::prefetch(line);
             }
             let (x, p): (L, L) = (L::read_whole(x, i), L::read_whole(next_x, i));

@@ -1145,48 +1145,52 @@ where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
-    match task.n {
-        128 if const { L::MANY_REGISTERS && !LOG } => {
-            return short_rows_from_output::<L, T, 8>(task);
-        }
-        64 if const { L::MANY_REGISTERS && !LOG } => {
-            return short_rows_from_output::<L, T, 4>(task);
-        }
-        _ => {}
-    }
-    let batch = batch(task.n);
+    let (n, batch) = (task.n, batch(task.n));
+    let short = const { L::MANY_REGISTERS && !LOG } && matches!(n / L::N, 4 | 8) && n % L::N == 0;
     let (zero_masked, stream) = (task.options.zero_masked_rows, task.stream);
     let (mut totals, mut stage) = ([Real::of(0.0); BATCH], Stage::new());
-    while let Some(runs) = task.part.next_run::<T>(batch) {
-        let ([o, grad], [mut dx], rows) = (runs.inputs, runs.outputs, runs.rows);
-        let (o, grad, dx, totals) = (&o, &grad, &mut dx, &mut totals);
-        L::enter(RowTotals::<L, T, LOG> { o, grad, rows, totals, lanes: PhantomData });
-        let (options, lanes) = ((zero_masked, stream), PhantomData);
-        match if stream { stage.of(dx) } else { None } {
-            None => {
-                L::enter(RowGradients::<L, T, LOG> { o, grad, dx, rows, totals, options, lanes })
+    while let Some(runs) = task.part.next_run::<T>(if short { usize::MAX } else { batch }) {
+        let ([all_o, all_grad], [mut all_dx]) = (runs.inputs, runs.outputs);
+        let (options, lanes) = ((zero_masked, stream), PhantomData::<L>);
+        // Rows that cannot be stored past the caches as they are go through a stage.
+        if short && (!stream || all_dx.streams()) {
+            let (o, grad, dx, rows) = (&all_o, &all_grad, &mut all_dx, runs.rows);
+            match n / L::N {
+                4 => L::enter(ShortRowGradients::<_, _, 4> { o, grad, dx, rows, options, lanes }),
+                _ => L::enter(ShortRowGradients::<_, _, 8> { o, grad, dx, rows, options, lanes }),
             }
-            Some(mut staged) => {
-                let (dx, options, to) = (&mut staged, (zero_masked, false), dx);
-                L::enter(RowGradients::<L, T, LOG> { o, grad, dx, rows, totals, options, lanes });
-                L::enter(Unstage::<L, T> { from: staged, to, lanes });
+            continue;
+        }
+        for start in (0..runs.rows).step_by(batch) {
+            let rows = batch.min(runs.rows - start);
+            let (o, grad) = (&all_o.part(start, rows), &all_grad.part(start, rows));
+            let (dx, totals) = (&mut all_dx.part(start, rows), &mut totals);
+            L::enter(RowTotals::<L, T, LOG> { o, grad, rows, totals, lanes });
+            match if stream { stage.of(dx) } else { None } {
+                None => L::enter(RowGradients::<L, T, LOG> {
+                    o,
+                    grad,
+                    dx,
+                    rows,
+                    totals,
+                    options,
+                    lanes,
+                }),
+                Some(mut staged) => {
+                    let (dx, options, to) = (&mut staged, (zero_masked, false), dx);
+                    L::enter(RowGradients::<L, T, LOG> {
+                        o,
+                        grad,
+                        dx,
+                        rows,
+                        totals,
+                        options,
+                        lanes,
+                    });
+                    L::enter(Unstage::<L, T> { from: staged, to, lanes });
+                }
             }
         }
-    }
-}
-
-/// [`rows_from_output`] of rows of `K` blocks.
-#[inline(always)]
-fn short_rows_from_output<L, T, const K: usize>(mut task: Task<'_, 2>)
-where
-    T: Element,
-    L: Math + Lanes<Real = T::Real> + Memory<T>,
-{
-    let (options, lanes) = ((task.options.zero_masked_rows, task.stream), PhantomData::<L>);
-    while let Some(runs) = task.part.next_run::<T>(usize::MAX) {
-        let ([o, grad], [mut dx], rows) = (runs.inputs, runs.outputs, runs.rows);
-        let (o, grad, dx) = (&o, &grad, &mut dx);
-        L::enter(ShortRowGradients::<_, _, K> { o, grad, dx, rows, options, lanes });
     }
 }
 
@@ -1214,12 +1218,14 @@ where
         let Self { o, grad, dx, rows, options: (zero_masked, stream), .. } = self;
         let (o_ahead, grad_ahead, zero) = (o.ahead(), grad.ahead(), L::splat(Real::of(0.0)));
         for r in 0..rows {
-            let (o, grad) = (o.row(r).as_chunks().0, grad.row(r).as_chunks().0);
-            let Some((o, grad)) = o.first_chunk::<K>().zip(grad.first_chunk::<K>()) else { return };
+            let o = &o.row(r).as_chunks::<MAX_LANES>().0[..K];
+            let grad = &grad.row(r).as_chunks::<MAX_LANES>().0[..K];
             let (mut os, mut grads, mut sum) = ([zero; K], [zero; K], zero);
             for k in 0..K {
-                prefetch_block::<L, T>(&o[k], o_ahead);
-                prefetch_block::<L, T>(&grad[k], grad_ahead);
+                if (k * size_of::<[T; MAX_LANES]>()).is_multiple_of(LINE) {
+                    L::prefetch(o[k].as_ptr().wrapping_byte_offset(o_ahead));
+                    L::prefetch(grad[k].as_ptr().wrapping_byte_offset(grad_ahead));
+                }
                 (os[k], grads[k]) = (L::read_whole(&o[k], 0), L::read_whole(&grad[k], 0));
                 sum = os[k].mul_add(grads[k], sum);
             }
@@ -1235,12 +1241,6 @@ where
             L::write_packed(packed, dx.row(r), 0, stream);
         }
     }
-}
-
-/// Asks for the cache line that is `ahead` bytes behind a block, once for each line.
-#[inline(always)]
-fn prefetch_block<L: Lanes, T>(block: &[T; MAX_LANES], ahead: isize) {
-    L::prefetch(block.as_ptr().wrapping_byte_offset(ahead));
 }
 
 /// The sum over each row of o * grad, or of grad alone for the logarithm.
@@ -2190,7 +2190,7 @@ mod tests {
     #[test]
     fn the_formula_for_all_sizes_dtypes_and_dimensions() -> Result<()> {
         for_each_isa(|| {
-            for n in [1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 127, 200] {
+            for n in [1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 127, 128, 200] {
                 for shape in [&[n][..], &[3, n], &[n, 5], &[2, n, 33], &[2, 3, n, 2]] {
                     check::<f32>(shape, 4.0)?;
                     check::<bf16>(shape, 4.0)?;
@@ -2241,7 +2241,7 @@ mod tests {
     fn nan_infinities_and_masks() -> Result<()> {
         const NAN: f64 = f64::NAN;
         for_each_isa(|| {
-            for n in [3, 8, 21, 70, 20_000] {
+            for n in [3, 8, 21, 64, 70, 128, 20_000] {
                 let line = |kind: usize, t: usize| match (kind, t) {
                     (0, 0) | (1, 2) => NAN,
                     (2, 1) => INF,
@@ -2255,9 +2255,12 @@ mod tests {
                     (7, _) => -INF,
                     (_, t) => (t % 3) as f64,
                 };
-                for (by_columns, dtype) in
-                    [(false, DType::F32), (true, DType::F32), (true, DType::BF16)]
-                {
+                for (by_columns, dtype) in [
+                    (false, DType::F32),
+                    (false, DType::BF16),
+                    (true, DType::F32),
+                    (true, DType::BF16),
+                ] {
                     let shape = if by_columns { [n, 9] } else { [9, n] };
                     let dim = isize::from(!by_columns);
                     let at = |i: usize| if by_columns { (i % 9, i / 9) } else { (i / n, i % n) };

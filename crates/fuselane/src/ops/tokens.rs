@@ -455,7 +455,7 @@ pub(crate) fn backward<E: Encoding>(
     let operator = E::OPERATOR;
     let checked = check_backward(encoding, call, &mut gradients)?;
     let Some(like) = like(&gradients)? else { return Ok(()) };
-    if like.1.is_empty() {
+    if like.1.is_empty() || (gradients.dx.is_none() && gradients.dtheta.is_none()) {
         if let Some(dtheta) = &mut gradients.dtheta {
             dtheta.fill_zero();
         }
@@ -738,7 +738,7 @@ struct Place {
     slot: usize,
 }
 
-/// What a kernel does with the rows of a tile that are of one batch entry, and with the tokens of
+/// What a kernel does with the rows of a tile that are of one batch entry or a few, and with the tokens of
 /// a tile when all their rows are done.
 trait Visitor<R: Real, const I: usize, const O: usize> {
     fn patch<L, T>(&mut self, place: Place, part: &mut Part<'_, I, O>, tables: &[Grid<'_, R>; 2])
@@ -758,14 +758,14 @@ trait Visitor<R: Real, const I: usize, const O: usize> {
 
 /// Batch entries whose rows take turns, where there is little arithmetic: so memory is read and written at
 /// several places at once, which keeps more of it busy. (Emerald Rapids, loops in C, from memory, cycles for
-/// 16 elements: rotate 9.1 one by one, 8.2 with two, 7.8 with four. A Zen 4 is faster straight on; its
-/// lanes are not these.)
+/// 16 elements: rotate 9.1 one by one, 8.2 with two, 7.8 with four. A Zen 4 is faster straight on, and does
+/// not have these lanes. CPUs of AMD's that have them were not measured.)
 const TURNS: usize = 4;
 
-/// See [`TURNS`].
+/// How many of `batch` entries take turns: at most [`TURNS`], and about as many each time.
 #[inline(always)]
-fn turns<L: Lanes>() -> usize {
-    if L::MANY_REGISTERS { TURNS } else { 1 }
+fn turns<L: Lanes>(batch: usize) -> usize {
+    if L::MANY_REGISTERS { batch.div_ceil(batch.div_ceil(TURNS)) } else { 1 }
 }
 
 impl<E: Encoding, R: Real> Walk<'_, '_, E, R> {
@@ -806,20 +806,20 @@ impl<E: Encoding, R: Real> Walk<'_, '_, E, R> {
                     let (whole_first, whole_last) = (begins(batch), ends(batch));
                     let (from, to) =
                         (t0 + usize::from(!whole_first), t1 - usize::from(!whole_last));
-                    let (first, mut entries) = (batch, 1);
-                    while entries < most
-                        && first + entries < plan.batch
-                        && begins(first + entries) == whole_first
-                        && ends(first + entries) == whole_last
+                    let entry = batch;
+                    batch += 1;
+                    while batch < plan.batch.min(entry + most)
+                        && begins(batch) == whole_first
+                        && ends(batch) == whole_last
                     {
-                        entries += 1;
+                        batch += 1;
                     }
-                    batch += entries;
+                    let entries = batch - entry;
                     if from >= to {
                         continue;
                     }
                     if per_batch {
-                        tables.fill::<L>(angles, first, tokens.clone(), h0..h1);
+                        tables.fill::<L>(angles, entry, tokens.clone(), h0..h1);
                     }
                     // One patch ahead is enough: two to four were no faster.
                     let next = if batch < plan.batch {
@@ -830,7 +830,7 @@ impl<E: Encoding, R: Real> Walk<'_, '_, E, R> {
                         [t1, 0, 0]
                     };
                     let (rows, slot) = ([to - from, h1 - h0], from - t0);
-                    let patch = Patch { first: [from, first, h0], rows, entries, next };
+                    let patch = Patch { first: [from, entry, h0], rows, entries, next };
                     let place = Place { patch, slot };
                     visitor.patch::<L, T>(place, part, &tables.rows(angles, slot, rows));
                     if per_batch {
@@ -1542,7 +1542,8 @@ impl<E: Encoding, R: Real> Visitor<R, 1, 1> for ForwardPatches<'_, '_, E, R> {
 
     #[inline(always)]
     fn entries<L: Lanes>(&self) -> usize {
-        if self.walk.plan.act == FusedAct::default() { turns::<L>() } else { 1 }
+        let plan = self.walk.plan;
+        if plan.act == FusedAct::default() { turns::<L>(plan.batch) } else { 1 }
     }
 }
 
@@ -1708,8 +1709,9 @@ impl<E: Encoding, R: Real> Visitor<R, 2, 1> for BackwardPatches<'_, '_, E, R> {
 
     #[inline(always)]
     fn entries<L: Lanes>(&self) -> usize {
-        let plain = self.walk.plan.act == FusedAct::default() && self.sums.is_none();
-        if plain { turns::<L>() } else { 1 }
+        let plan = self.walk.plan;
+        let plain = plan.act == FusedAct::default() && self.sums.is_none();
+        if plain { turns::<L>(plan.batch) } else { 1 }
     }
 
     #[inline(always)]

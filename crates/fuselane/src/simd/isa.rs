@@ -21,8 +21,8 @@ pub enum Isa {
     /// x86-64 with AVX-512 (F, BW, DQ and VL) besides: the lanes of [`Isa::Avx2`] with twice as many
     /// registers.
     Avx512,
-    /// With VBMI too: registers of 512 bits, for 16-bit activations. Where a CPU works on such registers
-    /// in halves (AMD's Zen 4), [`Isa::Avx512`] is faster and chosen instead.
+    /// With VBMI too: registers of 512 bits. Where a CPU works on such registers in halves (AMD's Zen 4),
+    /// [`Isa::Avx512`] is faster and chosen instead.
     Avx512Wide,
 }
 
