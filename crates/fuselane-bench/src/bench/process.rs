@@ -100,6 +100,27 @@ impl Worker {
         }
     }
 
+    /// The CPU time that all of its threads have had, where the system tells.
+    #[cfg(target_os = "linux")]
+    pub(super) fn cpu_time(&self) -> Option<Duration> {
+        let process = libc::pid_t::try_from(self.child.id()).ok()?;
+        let mut clock = 0;
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: takes any number, and writes only to `clock`.
+        let found = unsafe { libc::clock_getcpuclockid(process, &raw mut clock) };
+        // SAFETY: takes any clock, and writes only to `time`.
+        if found != 0 || unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
+            return None;
+        }
+        let (seconds, nanos) = (time.tv_sec.try_into().ok()?, time.tv_nsec.try_into().ok()?);
+        Some(Duration::new(seconds, nanos))
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    pub(super) fn cpu_time(&self) -> Option<Duration> {
+        None
+    }
+
     /// It closed its output: how did it end?
     fn ended(&mut self) -> Silence {
         self.stdin = None;
@@ -173,6 +194,24 @@ mod tests {
         let reply = worker.ask(&Request::Round { calls: 1, settle: false }, LIMIT);
         assert_eq!(reply, Ok(Reply::Times { ns: vec![1] }));
     }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn cpu_time_is_that_of_the_worker() {
+        let busy = format!("{HELLO}; while :; do :; done");
+        let (worker, _) = start(&busy).unwrap();
+        let before = worker.cpu_time().unwrap();
+        let end = Instant::now() + LIMIT;
+        while worker.cpu_time().unwrap() < before + Duration::from_millis(20) {
+            assert!(Instant::now() < end, "a busy worker has no CPU time");
+        }
+        let (worker, _) = start(&format!("{HELLO}; read line")).unwrap();
+        while worker.cpu_time() != (std::thread::sleep(POLL), worker.cpu_time()).1 {
+            assert!(Instant::now() < end, "an idle worker has CPU time");
+        }
+    }
+
+    const POLL: Duration = Duration::from_millis(5);
 
     #[test]
     fn a_crash_tells_its_last_words() {

@@ -25,9 +25,12 @@ const MIB: f64 = (1 << 20) as f64;
 /// A worker that has crashed or hung this often is not started again.
 const DEATHS: usize = 3;
 
-/// Before each turn: threads of another provider may look out for their next call for some
-/// milliseconds (OpenMP's do) before they leave the CPU to others.
-const PAUSE: Duration = Duration::from_millis(10);
+/// Before each turn: threads of another provider may look out for their next call for a while
+/// before they leave the CPU to others (those of OpenMP for 15 ms on CPUs whose pause takes long).
+/// All workers have to be idle for one pause; where the system does not tell, and where one is
+/// never idle, the next turn begins after [`PAUSES`] of them.
+const PAUSE: Duration = Duration::from_millis(3);
+const PAUSES: usize = 10;
 
 /// How much is measured.
 #[derive(Debug, Clone, Copy)]
@@ -342,8 +345,7 @@ impl<'a> Sweep<'a> {
                     settle: !first && *estimate < 20e6,
                 };
                 let threads = self.threads;
-                std::thread::sleep(PAUSE);
-                paused += PAUSE;
+                paused += self.pause();
                 let note = match self.ask(peer, alloc, threads, false, &request)? {
                     Ok(Reply::Times { ns: times }) => {
                         let times: Vec<f64> = times.iter().map(|&ns| ns as f64).collect();
@@ -360,6 +362,24 @@ impl<'a> Sweep<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Waits until all workers are idle, and tells how long that was.
+    fn pause(&self) -> Duration {
+        let start = Instant::now();
+        let time = || self.workers.values().map(Worker::cpu_time).sum::<Option<Duration>>();
+        let mut before = time();
+        for _ in 0..PAUSES {
+            std::thread::sleep(PAUSE);
+            let now = time();
+            if let (Some(before), Some(now)) = (before, now)
+                && now.saturating_sub(before) < PAUSE / 20
+            {
+                break;
+            }
+            before = now;
+        }
+        start.elapsed()
     }
 
     /// The rate of ours on one thread with data that stays in the second-level cache: what the
