@@ -68,19 +68,19 @@ impl Worker {
         }
     }
 
-    /// Sends a request and waits for its answer.
-    pub(super) fn ask(&mut self, request: &Request, limit: Duration) -> Result<Reply, Silence> {
+    /// Sends a request, whose answer has to be waited for before the next.
+    pub(super) fn send(&mut self, request: &Request) -> Result<(), Silence> {
         let mut line = serde_json::to_string(request)
             .map_err(|error| Silence::Dead(format!("{}: {error}", self.name)))?;
         line.push('\n');
-        let sent = self.stdin.as_mut().map(|stdin| stdin.write_all(line.as_bytes()));
-        if !matches!(sent, Some(Ok(()))) {
-            return Err(self.ended());
+        match self.stdin.as_mut().map(|stdin| stdin.write_all(line.as_bytes())) {
+            Some(Ok(())) => Ok(()),
+            _ => Err(self.ended()),
         }
-        self.answer(limit)
     }
 
-    fn answer(&mut self, limit: Duration) -> Result<Reply, Silence> {
+    /// Waits for the answer to the last request.
+    pub(super) fn answer(&mut self, limit: Duration) -> Result<Reply, Silence> {
         let end = Instant::now() + limit;
         loop {
             match self.lines.recv_timeout(Duration::from_millis(50)) {
@@ -181,6 +181,13 @@ mod tests {
     fn start(script: &str) -> Result<(Worker, BTreeMap<String, String>), Silence> {
         let folder = tempfile::tempdir().unwrap();
         Worker::start("peer", shell(script), &folder.path().join("log"))
+    }
+
+    impl Worker {
+        fn ask(&mut self, request: &Request, limit: Duration) -> Result<Reply, Silence> {
+            self.send(request)?;
+            self.answer(limit)
+        }
     }
 
     const HELLO: &str = r#"echo '{"is":"hello","versions":{"peer":"1"}}'"#;

@@ -193,15 +193,25 @@ impl<'a> Sweep<'a> {
             let truth = Truth::of(case, *mode, n, dtype.0, &inputs)?;
             let mut job = self.job(table, n, alloc, inputs);
             job.mapped = mapped;
-            for &peer in &left {
-                let state = if peer.name() == "copy" {
-                    let n = usize::try_from(moved / 2).unwrap_or(usize::MAX);
-                    let job = Job { n, inputs: Vec::new(), ..job.clone() };
-                    self.prepare(peer, alloc, &job, None)?
-                } else {
-                    self.prepare(peer, alloc, &job, Some(&truth))?
-                };
-                states.insert(peer.name(), state);
+            // All prepare at a time, as compilers take a while, mostly on one thread; but for the copy,
+            // which finds out what is fastest.
+            let (copies, others): (Vec<&dyn Peer>, Vec<&dyn Peer>) =
+                left.iter().partition(|peer| peer.name() == "copy");
+            let mut sent = Vec::new();
+            for &peer in &others {
+                let request = Request::Prepare { job: job.clone() };
+                sent.push(self.send(peer, alloc, self.threads, false, &request)?);
+            }
+            for (&peer, sent) in others.iter().zip(sent) {
+                states.insert(peer.name(), self.prepared(peer, &job, sent, Some(&truth))?);
+            }
+            for peer in copies {
+                let n = usize::try_from(moved / 2).unwrap_or(usize::MAX);
+                let job = Job { n, inputs: Vec::new(), ..job.clone() };
+                self.pause();
+                let request = Request::Prepare { job: job.clone() };
+                let sent = self.send(peer, alloc, self.threads, false, &request)?;
+                states.insert(peer.name(), self.prepared(peer, &job, sent, None)?);
             }
             self.rounds(alloc, &left, &mut states)?;
             for &peer in &left {
@@ -265,16 +275,21 @@ impl<'a> Sweep<'a> {
         }
     }
 
-    /// Gets a provider ready, and compares its outputs with the truth.
-    fn prepare(
+    /// Waits until a provider that was asked to prepare a job is ready, and compares its outputs with
+    /// the truth.
+    fn prepared(
         &mut self,
         peer: &'a dyn Peer,
-        alloc: Alloc,
         job: &Job,
+        sent: Result<(), String>,
         truth: Option<&Truth>,
     ) -> Result<State, Stop> {
-        let request = Request::Prepare { job: job.clone() };
-        match self.ask(peer, alloc, job.threads, false, &request)? {
+        let alloc = job.alloc;
+        let answer = match sent {
+            Ok(()) => self.receive(peer, alloc, job.threads, false)?,
+            Err(note) => Err(note),
+        };
+        match answer {
             Ok(Reply::Ready) => {}
             Ok(other) => return Ok(State::refused(other)),
             Err(note) => return Ok(State::out(note)),
@@ -405,7 +420,8 @@ impl<'a> Sweep<'a> {
         if moved(n) > 0 {
             let inputs = self.inputs.provide(&small.case.inputs(small.mode, n, small.dtype.0))?;
             let job = Job { threads: 1, ..self.job(&small, n, Alloc::Warm, inputs) };
-            if let State::Ready { .. } = self.prepare(peer, Alloc::Warm, &job, None)? {
+            let request = Request::Prepare { job };
+            if let Ok(Reply::Ready) = self.ask(peer, Alloc::Warm, 1, false, &request)? {
                 let request = Request::Round { calls: 200, settle: true };
                 if let Ok(Reply::Times { ns }) = self.ask(peer, Alloc::Warm, 1, false, &request)? {
                     let ns: Vec<f64> = ns.iter().map(|&ns| ns as f64).collect();
@@ -545,6 +561,21 @@ impl<'a> Sweep<'a> {
         memory: bool,
         request: &Request,
     ) -> Result<Result<Reply, String>, Stop> {
+        match self.send(peer, alloc, threads, memory, request)? {
+            Ok(()) => self.receive(peer, alloc, threads, memory),
+            Err(note) => Ok(Err(note)),
+        }
+    }
+
+    /// [`Sweep::ask`], without waiting for the answer, which [`Sweep::receive`] does.
+    fn send(
+        &mut self,
+        peer: &'a dyn Peer,
+        alloc: Alloc,
+        threads: usize,
+        memory: bool,
+        request: &Request,
+    ) -> Result<Result<(), String>, Stop> {
         if interrupt::asked() {
             return Err(Stop::Interrupted);
         }
@@ -552,30 +583,49 @@ impl<'a> Sweep<'a> {
         if let Some((DEATHS.., why)) = self.deaths.get(peer.name()) {
             return Ok(Err(format!("given up after {DEATHS} failures, the last: {why}")));
         }
-        let patience = self.effort.patience;
-        let answer = match self.workers.get_mut(&key) {
-            Some(worker) => worker.ask(request, patience),
+        let sent = match self.workers.get_mut(&key) {
+            Some(worker) => worker.send(request),
             None if !matches!(request, Request::Prepare { .. } | Request::Memory { .. }) => {
                 return Ok(Err("its worker is gone".to_owned()));
             }
-            None => match self.start(peer, &key)? {
-                Ok(worker) => worker.ask(request, patience),
-                Err(silence) => Err(silence),
-            },
+            None => self.start(peer, &key)?.and_then(|worker| worker.send(request)),
         };
-        match answer {
+        sent.map_or_else(|silence| self.silent(&key, silence).map(Err), |()| Ok(Ok(())))
+    }
+
+    /// The answer to what was sent.
+    fn receive(
+        &mut self,
+        peer: &'a dyn Peer,
+        alloc: Alloc,
+        threads: usize,
+        memory: bool,
+    ) -> Result<Result<Reply, String>, Stop> {
+        let key = Key { provider: peer.name(), alloc, threads, memory };
+        let patience = self.effort.patience;
+        let Some(worker) = self.workers.get_mut(&key) else {
+            return Ok(Err("its worker is gone".to_owned()));
+        };
+        match worker.answer(patience) {
             Ok(reply) => {
                 if !matches!(reply, Reply::Failed { .. }) {
                     self.deaths.remove(peer.name()); // it works again
                 }
                 Ok(Ok(reply))
             }
-            Err(Silence::Interrupted) => Err(Stop::Interrupted),
-            Err(Silence::Dead(why)) => {
-                self.workers.remove(&key);
-                let deaths = self.deaths.entry(peer.name()).or_default();
+            Err(silence) => self.silent(&key, silence).map(Err),
+        }
+    }
+
+    /// The note about a worker that gave no answer.
+    fn silent(&mut self, key: &Key, silence: Silence) -> Result<String, Stop> {
+        match silence {
+            Silence::Interrupted => Err(Stop::Interrupted),
+            Silence::Dead(why) => {
+                self.workers.remove(key);
+                let deaths = self.deaths.entry(key.provider).or_default();
                 *deaths = (deaths.0 + 1, why.clone());
-                Ok(Err(why))
+                Ok(why)
             }
         }
     }

@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use super::groups::{
     BATCH, Batch, Batches, CHUNK, Chunk, Each, Groups, LONG, RECENT, USUAL, bits, blocks, enter,
-    for_each_group, for_each_span, fusible, gate_values, inside, of_group, of_group_mut, prefetch,
-    prefetch_soon, read, scalar, short_gates, write_block,
+    for_each_group, for_each_span, fusible, gate_values, inside, kinds, of_group, of_group_mut,
+    prefetch, prefetch_soon, read, scalar, short_gates, write_block,
 };
 use super::{GatePosition, Normalize};
 use crate::ops::act::Act;
@@ -65,35 +65,14 @@ impl BackwardWith {
         }
     }
 
-    /// What the loops of a kind know.
-    #[inline(always)]
-    fn known<L: Math, const KIND: usize>(self) -> Self {
-        if KIND < USUAL {
-            const { Self::usual(KIND, L::HAS_SHORT) }
-        } else {
-            Self { fused: None, ..self }
-        }
-    }
-
-    /// The kind of this call. If it is no usual one, the gate is not fused.
-    #[inline(always)]
-    fn kind<L: Math>(&mut self) -> usize {
-        let (mut kind, with) = (0, *self);
-        while kind < USUAL && Self::usual(kind, L::HAS_SHORT) != with {
-            kind += 1;
-        }
-        if kind == USUAL {
-            self.fused = None;
-        }
-        kind
-    }
-
     /// Whether the gradient of p is needed.
     #[inline(always)]
     fn dp(self) -> bool {
         self.dx || self.dresidual || (self.dgate && self.gate == Some(GatePosition::Pre))
     }
 }
+
+kinds!(BackwardWith);
 
 pub(super) struct Backward<'r> {
     pub(super) options: Normalize,

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::groups::{
     BATCH, Batch, Batches, CHUNK, Chunk, Each, Groups, LONG, USUAL, bits, blocks, enter,
-    for_each_group, for_each_span, fusible, gate_values, inside, lines_ahead, of_group,
+    for_each_group, for_each_span, fusible, gate_values, inside, kinds, lines_ahead, of_group,
     of_group_mut, prefetch, prefetch_soon, read, scalar, short_gates, write, write_step,
 };
 use super::{GatePosition, Normalize};
@@ -59,35 +59,14 @@ impl ForwardWith {
         }
     }
 
-    /// What the loops of a kind know.
-    #[inline(always)]
-    fn known<L: Math, const KIND: usize>(self) -> Self {
-        if KIND < USUAL {
-            const { Self::usual(KIND, L::HAS_SHORT) }
-        } else {
-            Self { fused: None, ..self }
-        }
-    }
-
-    /// The kind of this call. If it is no usual one, the gate is not fused.
-    #[inline(always)]
-    fn kind<L: Math>(&mut self) -> usize {
-        let (mut kind, with) = (0, *self);
-        while kind < USUAL && Self::usual(kind, L::HAS_SHORT) != with {
-            kind += 1;
-        }
-        if kind == USUAL {
-            self.fused = None;
-        }
-        kind
-    }
-
     /// Whether the first pass keeps p for the others: where that is cheaper than to find it anew.
     #[inline(always)]
     fn keeps_p(self) -> bool {
         self.added != Added::Nothing || self.gate == Some(GatePosition::Pre) || self.center
     }
 }
+
+kinds!(ForwardWith);
 
 pub(super) struct Forward<'r> {
     pub(super) options: Normalize,

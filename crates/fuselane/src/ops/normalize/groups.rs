@@ -394,6 +394,37 @@ pub(super) fn step_of_mut<T, const STEP: usize>(steps: &mut [[T; STEP]], step: u
     if steps.is_empty() { &mut [] } else { &mut steps[step] }
 }
 
+/// What calls come to, by what takes part in them (`$With`, which has a gate that may be `fused`): the
+/// number of a usual one ([`USUAL`]), as `$With::usual` lists them, and what its loops know.
+macro_rules! kinds {
+    ($With:ident) => {
+        impl $With {
+            /// What the loops of a kind know.
+            #[inline(always)]
+            fn known<L: Math, const KIND: usize>(self) -> Self {
+                if KIND < USUAL {
+                    const { Self::usual(KIND, L::HAS_SHORT) }
+                } else {
+                    Self { fused: None, ..self }
+                }
+            }
+
+            /// The kind of this call. If it is no usual one, the gate is not fused.
+            #[inline(always)]
+            fn kind<L: Math>(&mut self) -> usize {
+                let (mut kind, with) = (0, *self);
+                while kind < USUAL && Self::usual(kind, L::HAS_SHORT) != with {
+                    kind += 1;
+                }
+                if kind == USUAL {
+                    self.fused = None;
+                }
+                kind
+            }
+        }
+    };
+}
+
 /// Chooses the loop of a task: that of a usual call, compiled by itself, or that of the others,
 /// which looks at what takes part block by block (as all do where the lanes are not fast).
 macro_rules! enter {
@@ -652,4 +683,4 @@ pub(super) fn gate_values<L, T>(
     }
 }
 
-pub(super) use {blocks, enter, for_each_group, for_each_span};
+pub(super) use {blocks, enter, for_each_group, for_each_span, kinds};
