@@ -26,11 +26,13 @@ const MIB: f64 = (1 << 20) as f64;
 const DEATHS: usize = 3;
 
 /// Before each turn: threads of another provider may look out for their next call for a while
-/// before they leave the CPU to others (those of OpenMP for 15 ms on CPUs whose pause takes long).
-/// All workers have to be idle for one pause; where the system does not tell, and where one is
-/// never idle, the next turn begins after [`PAUSES`] of them.
-const PAUSE: Duration = Duration::from_millis(3);
-const PAUSES: usize = 10;
+/// before they leave the CPU to others (those of OpenMP for 15 ms on CPUs whose pause takes long). So
+/// all workers have to be found idle several times, this long after each other.
+const PAUSE: Duration = Duration::from_millis(2);
+const IDLE: usize = 2;
+
+/// The longest pause: for a worker that is never idle, and where the system does not tell.
+const LONGEST_PAUSE: Duration = Duration::from_millis(40);
 
 /// How much is measured.
 #[derive(Debug, Clone, Copy)]
@@ -193,8 +195,8 @@ impl<'a> Sweep<'a> {
             let truth = Truth::of(case, *mode, n, dtype.0, &inputs)?;
             let mut job = self.job(table, n, alloc, inputs);
             job.mapped = mapped;
-            // All prepare at a time, as compilers take a while, mostly on one thread; but for the copy,
-            // which finds out what is fastest.
+            // All prepare at the same time, as compilers take a while, mostly on one thread; but for the
+            // copy, which finds out what is fastest.
             let (copies, others): (Vec<&dyn Peer>, Vec<&dyn Peer>) =
                 left.iter().partition(|peer| peer.name() == "copy");
             let mut sent = Vec::new();
@@ -381,18 +383,11 @@ impl<'a> Sweep<'a> {
 
     /// Waits until all workers are idle, and tells how long that was.
     fn pause(&self) -> Duration {
-        let start = Instant::now();
-        let time = || self.workers.values().map(Worker::cpu_time).sum::<Option<Duration>>();
-        let mut before = time();
-        for _ in 0..PAUSES {
+        let (start, mut idle) = (Instant::now(), 0);
+        while idle < IDLE && start.elapsed() < LONGEST_PAUSE {
             std::thread::sleep(PAUSE);
-            let now = time();
-            if let (Some(before), Some(now)) = (before, now)
-                && now.saturating_sub(before) < PAUSE / 20
-            {
-                break;
-            }
-            before = now;
+            let is_idle = |worker: &Worker| worker.is_running() == Some(false);
+            idle = if self.workers.values().all(is_idle) { idle + 1 } else { 0 };
         }
         start.elapsed()
     }
@@ -422,6 +417,7 @@ impl<'a> Sweep<'a> {
             let job = Job { threads: 1, ..self.job(&small, n, Alloc::Warm, inputs) };
             let request = Request::Prepare { job };
             if let Ok(Reply::Ready) = self.ask(peer, Alloc::Warm, 1, false, &request)? {
+                self.pause();
                 let request = Request::Round { calls: 200, settle: true };
                 if let Ok(Reply::Times { ns }) = self.ask(peer, Alloc::Warm, 1, false, &request)? {
                     let ns: Vec<f64> = ns.iter().map(|&ns| ns as f64).collect();
