@@ -26,8 +26,9 @@ const MIB: f64 = (1 << 20) as f64;
 const DEATHS: usize = 3;
 
 /// Before each turn: threads of another provider may look out for their next call for a while
-/// before they leave the CPU to others (those of OpenMP for 15 ms on CPUs whose pause takes long). So
-/// all workers have to be found idle several times, this long after each other.
+/// before they leave the CPU to others (those of PyTorch's OpenMP for 3 to 8 ms of CPU time after a
+/// relu, on an Emerald Rapids). So all workers have to be found idle several times, this long after each
+/// other.
 const PAUSE: Duration = Duration::from_millis(2);
 const IDLE: usize = 2;
 
