@@ -9,7 +9,7 @@ use std::fs;
 use std::io::{BufRead, Write};
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::peers;
 use crate::process_memory;
@@ -155,14 +155,18 @@ fn prepared(library: &dyn Library, job: &Job, next: Requests<'_>) -> Result<(), 
     }
     let loaded = library.load(job)?;
     let mut call = loaded.call()?;
+    let start = Instant::now();
     call.run()?;
-    call.run()?;
+    // Whatever is set up at the first call counts for little where that takes as long.
+    if start.elapsed() < Duration::from_secs(1) {
+        call.run()?;
+    }
     say(&Reply::Ready)?;
     while let Some(request) = next()? {
         let reply = match request {
             Request::Release => break,
             Request::Round { calls, settle } => times(&mut *call, calls, settle),
-            Request::Outputs { samples, folder } => outputs(&mut *call, &samples, &folder),
+            Request::Outputs { samples, folder } => outputs(&*call, &samples, &folder),
             Request::Prepare { .. } | Request::Memory { .. } => {
                 Err(Fault::Failed("the last job is not released".to_owned()))
             }
@@ -185,12 +189,12 @@ fn times(call: &mut dyn Call, calls: usize, settle: bool) -> Result<Reply, Fault
     Ok(Reply::Times { ns })
 }
 
+/// Writes parts of the outputs of the last run.
 fn outputs(
-    call: &mut dyn Call,
+    call: &dyn Call,
     samples: &BTreeMap<String, Vec<Sample>>,
     folder: &Path,
 ) -> Result<Reply, Fault> {
-    call.run()?;
     for (name, samples) in samples {
         let values = call.sample(name, samples)?;
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();

@@ -76,6 +76,11 @@ pub(crate) struct Args {
     /// allocator, or both.
     #[arg(long, value_name = "REGIME", default_value = "warm")]
     alloc: AllocArg,
+    /// Rows in the order of the memory that they take, rather than table by table. Long runs take far
+    /// less time where memory that is freed goes back to the host, as on many machines of the
+    /// cloud; tables are printed once their last rows are there.
+    #[arg(long)]
+    by_size: bool,
     /// Threads of each provider [default: all].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     threads: Option<u16>,
@@ -84,7 +89,7 @@ pub(crate) struct Args {
     out: Option<PathBuf>,
     /// Go on with an interrupted run, with its own options.
     #[arg(long, value_name = "DIR", conflicts_with_all =
-        ["globs", "n", "quick", "full", "dtype", "device", "peers", "alloc", "threads", "out", "cases"])]
+        ["globs", "n", "quick", "full", "dtype", "device", "peers", "alloc", "by_size", "threads", "out", "cases"])]
     resume: Option<PathBuf>,
     /// What to print.
     #[arg(long, value_name = "FORMAT", default_value = "table")]
@@ -245,6 +250,7 @@ struct Plan {
     tables: Vec<Table>,
     peers: Vec<Box<dyn Peer>>,
     regimes: &'static [Alloc],
+    by_size: bool,
     threads: usize,
     effort: Effort,
     format: Format,
@@ -262,6 +268,7 @@ impl Plan {
                 On::Gpu => args.peers().map(|_| peers::own_on_gpu())?,
             },
             regimes: args.alloc.regimes(),
+            by_size: args.by_size,
             threads,
             effort: if args.full { Effort::FULL } else { Effort::QUICK },
             format,
@@ -355,37 +362,52 @@ impl Plan {
         )
     }
 
-    fn sweep(&self, sweep: &mut Sweep<'_>, names: &[&str]) -> Result<(), Stop> {
-        let mut total = 0;
-        for table in &self.tables {
-            total += table.sizes.iter().map(|&n| weight(table, n)).sum::<u64>()
-                * self.regimes(table).len() as u64;
+    /// All rows, in the order in which they are measured.
+    fn rows(&self, sweep: &Sweep<'_>) -> Vec<Row<'_>> {
+        let mut rows = Vec::new();
+        // Upwards in one table and downwards in the next, so that neighbours take about as much memory.
+        let mut upwards = false;
+        for (at, table) in self.tables.iter().enumerate() {
+            for &alloc in self.regimes(table) {
+                upwards = !upwards;
+                let row = |&n: &usize| Row { at, table, alloc, n };
+                match upwards {
+                    true => rows.extend(table.sizes.iter().map(row)),
+                    false => rows.extend(table.sizes.iter().rev().map(row)),
+                }
+            }
         }
+        if self.by_size {
+            rows.sort_by_cached_key(|row| sweep.memory_of(row.table, row.n));
+        }
+        rows
+    }
+
+    fn sweep(&self, sweep: &mut Sweep<'_>, names: &[&str]) -> Result<(), Stop> {
+        let rows = self.rows(sweep);
         let style = "{wide_bar} {percent:>3} %  {elapsed} + {eta}  {msg}";
         let style = ProgressStyle::with_template(style).map_err(|error| error.to_string())?;
         // Hidden by itself where stderr is not a terminal.
-        let bar = ProgressBar::new(total).with_style(style);
+        let bar = ProgressBar::new(rows.iter().map(Row::weight).sum()).with_style(style);
         bar.enable_steady_tick(Duration::from_millis(200));
-        for table in &self.tables {
-            for &alloc in self.regimes(table) {
-                for &n in &table.sizes {
-                    bar.set_message(format!("{} n={n}", short(&table.name)));
-                    let records = sweep.row(table, n, alloc)?;
-                    bar.inc(weight(table, n));
-                    let text = match self.format {
-                        Format::Table => String::new(),
-                        Format::Json => folder::lines(&records)?,
-                        Format::Csv => folder::csv(&records, false)?,
-                    };
-                    bar.suspend(|| self.say(&text))?;
+        for (number, row) in rows.iter().enumerate() {
+            let &Row { table, alloc, n, .. } = row;
+            bar.set_message(format!("{} n={n}", short(&table.name)));
+            let records = sweep.row(table, n, alloc)?;
+            bar.inc(row.weight());
+            let text = match self.format {
+                Format::Table if rows[number + 1..].iter().any(|other| row.is_beside(other)) => {
+                    String::new()
                 }
-                if self.format == Format::Table {
+                Format::Table => {
                     let folder = &sweep.folder;
                     let on = folder.run.gpu.as_ref();
-                    let text = tables::render(table, alloc, on, &folder.records, names);
-                    bar.suspend(|| self.say(&(text + "\n")))?;
+                    tables::render(table, alloc, on, &folder.records, names) + "\n"
                 }
-            }
+                Format::Json => folder::lines(&records)?,
+                Format::Csv => folder::csv(&records, false)?,
+            };
+            bar.suspend(|| self.say(&text))?;
         }
         bar.finish_and_clear();
         Ok(())
@@ -416,12 +438,28 @@ fn short(name: &str) -> String {
     parts.join("-")
 }
 
-/// How long a row takes, roughly, in arbitrary units.
-fn weight(table: &Table, n: usize) -> u64 {
-    let moved = table.case.moved_bytes(table.mode, n, table.dtype.0);
-    match table.metric {
-        Metric::Speed => 100 + (moved >> 20),
-        Metric::Memory => 20 + (moved >> 22),
+/// A row of a table, which is the one at `at`.
+struct Row<'a> {
+    at: usize,
+    table: &'a Table,
+    alloc: Alloc,
+    n: usize,
+}
+
+impl Row<'_> {
+    /// How long it takes, roughly, in arbitrary units.
+    fn weight(&self) -> u64 {
+        let Table { case, mode, dtype, metric, .. } = self.table;
+        let moved = case.moved_bytes(*mode, self.n, dtype.0);
+        match metric {
+            Metric::Speed => 100 + (moved >> 20),
+            Metric::Memory => 20 + (moved >> 22),
+        }
+    }
+
+    /// Whether both are printed in one table.
+    fn is_beside(&self, other: &Self) -> bool {
+        (self.at, self.alloc) == (other.at, other.alloc)
     }
 }
 

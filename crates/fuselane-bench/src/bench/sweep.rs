@@ -35,6 +35,9 @@ const IDLE: usize = 2;
 /// The longest pause: for a worker that is never idle, and where the system does not tell.
 const LONGEST_PAUSE: Duration = Duration::from_millis(40);
 
+/// Calls in nanoseconds that are timed in every other round only: three of them tell enough.
+const SLOW: f64 = 0.5e9;
+
 /// How much is measured.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Effort {
@@ -142,6 +145,15 @@ impl<'a> Sweep<'a> {
         let peers = self.peers.iter().map(|peer| &**peer);
         let peers = peers.filter(|peer| peer.applies(&table.case.operator));
         peers.filter(|peer| table.metric == Metric::Speed || peer.name() != "copy").collect()
+    }
+
+    /// Roughly the memory that a row takes: of all providers at once for speed, one by one for memory.
+    pub(super) fn memory_of(&self, table: &Table, n: usize) -> u64 {
+        let needs = self.providers(table).into_iter().map(|peer| need(peer, table, n) as u64);
+        match table.metric {
+            Metric::Speed => needs.sum(),
+            Metric::Memory => needs.max().unwrap_or(0),
+        }
     }
 
     /// Measures a row, and keeps its records. One that is complete is not measured again; one that
@@ -354,8 +366,11 @@ impl<'a> Sweep<'a> {
                 let Some(State::Ready { ns, estimate, .. }) = states.get_mut(peer.name()) else {
                     continue;
                 };
-                // The first round only tells how long a call takes: others are then repeated for
-                // some milliseconds, after one call that brings its data back into the caches.
+                if *estimate > SLOW && round % 2 == 1 {
+                    continue;
+                }
+                // The first round only tells how long a call takes, if it is not slow: others are then
+                // repeated for some milliseconds, after one call that brings its data back into the caches.
                 let calls = (4e6 / estimate.max(4e6 / 64.0)).ceil().max(1.0) as usize;
                 let first = round == 0;
                 let request = Request::Round {
@@ -368,7 +383,7 @@ impl<'a> Sweep<'a> {
                     Ok(Reply::Times { ns: times }) => {
                         let times: Vec<f64> = times.iter().map(|&ns| ns as f64).collect();
                         *estimate = Spread::of(&times).map_or(0.0, |spread| spread.median);
-                        if !first {
+                        if !first || *estimate > SLOW {
                             ns.extend(times);
                         }
                         continue;

@@ -17,7 +17,8 @@
 //! and the backward begins with that of the product, which is part of its time.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::File;
+use std::io::Read;
 
 use candle_core::{D, DType, Device, Tensor, Var};
 use candle_nn::{ops, rotary_emb};
@@ -74,7 +75,9 @@ fn dtype_of(dtype: fuselane::DType) -> DType {
 }
 
 fn read(input: &Input) -> Result<Tensor, Fault> {
-    let bytes = fs::read(&input.path).map_err(|error| {
+    let mut bytes = vec![0; input.shape.iter().product::<usize>() * input.dtype.0.size()];
+    let read = File::open(&input.path).and_then(|mut file| file.read_exact(&mut bytes));
+    read.map_err(|error| {
         Fault::Failed(format!("input {} ({}): {error}", input.name, input.path.display()))
     })?;
     Ok(Tensor::from_raw_buffer(&bytes, dtype_of(input.dtype.0), &input.shape, &Device::Cpu)?)
