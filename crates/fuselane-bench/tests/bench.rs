@@ -168,6 +168,30 @@ fn a_run_goes_on_where_it_stopped() {
 }
 
 #[test]
+fn rows_by_size_are_stored_by_table() {
+    let place = Place::new();
+    let globs = "tiny-speed-fwd-silu-* tiny-speed-fwd-norm-*";
+    let line = format!("bench {globs} --cases tiny.toml --full --peers none --format json");
+    let of_ours = |text: &str| -> Vec<(String, u64)> {
+        let ours = records(text).into_iter().filter(|record| record["provider"] == "fuselane");
+        ours.map(|r| (r["table"].as_str().unwrap()[15..19].to_owned(), r["n"].as_u64().unwrap()))
+            .collect()
+    };
+    let expected = |rows: [(&str, u64); 4]| rows.map(|(table, n)| (table.to_owned(), n));
+    let tables = [("silu", 8), ("silu", 24), ("norm", 8), ("norm", 24)];
+    for (options, order) in [
+        ("--out tables", [tables[0], tables[1], tables[3], tables[2]]),
+        ("--out sizes --by-size", [tables[0], tables[2], tables[1], tables[3]]),
+    ] {
+        let output = place.run(&format!("{line} {options}"));
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        assert_eq!(of_ours(&text(&output.stdout)), expected(order), "{options}");
+        let stored = place.path().join(options.split(' ').nth(1).unwrap()).join("results.jsonl");
+        assert_eq!(of_ours(&fs::read_to_string(stored).unwrap()), expected(tables), "{options}");
+    }
+}
+
+#[test]
 fn clear_words_for_bad_input() {
     let place = Place::new();
     fs::write(place.path().join("bad.toml"), "family = 3").unwrap();

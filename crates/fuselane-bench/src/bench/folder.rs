@@ -1,5 +1,5 @@
 //! A run's folder: `run.json` with its facts, `results.jsonl` with a record per line, written as
-//! they come, `results.csv` with the same at the end, and `logs/` with what workers had to say.
+//! they come and sorted in the end, `results.csv` with the same at the end, and `logs/` with what workers had to say.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -77,8 +77,7 @@ impl Folder {
         let file = File::options().append(true).open(&results).map_err(fault)?;
         // The rest is a line that was not finished.
         file.set_len(whole).map_err(fault)?;
-        let final_ones = records.iter().filter(|record| !record.again);
-        let done = final_ones.map(Record::key).collect();
+        let done = done(&records);
         Ok(Self { path: path.to_path_buf(), results: file, run, records, done })
     }
 
@@ -102,7 +101,22 @@ impl Folder {
             return Ok(());
         }
         self.records.retain(|record| !of_row(record));
-        self.done = self.records.iter().map(Record::key).collect();
+        self.done = done(&self.records);
+        self.rewrite()
+    }
+
+    /// Brings the records into the order of the tables, whatever was measured first.
+    pub(super) fn sort(&mut self, tables: &[&str]) -> Result<(), String> {
+        let place = |name: &str| tables.iter().position(|table| *table == name);
+        let key = |record: &Record| (place(&record.table), record.alloc, record.n);
+        if self.records.is_sorted_by_key(key) {
+            return Ok(());
+        }
+        self.records.sort_by_cached_key(key); // stable: providers stay in their order
+        self.rewrite()
+    }
+
+    fn rewrite(&mut self) -> Result<(), String> {
         let path = self.path.join("results.jsonl");
         write_whole(&path, &lines(&self.records)?)?;
         // The file of that name is another one now.
@@ -141,6 +155,11 @@ impl Folder {
     pub(super) fn write_csv(&self) -> Result<(), String> {
         write_whole(&self.path.join("results.csv"), &csv(&self.records, true)?)
     }
+}
+
+/// What a resumed run does not measure again.
+fn done(records: &[Record]) -> HashSet<(String, usize, String, Alloc)> {
+    records.iter().filter(|record| !record.again).map(Record::key).collect()
 }
 
 /// Writes a file so that it is there whole or not at all.
@@ -256,6 +275,12 @@ mod tests {
         }
     }
 
+    /// The table and size of each record in a folder.
+    fn stored(path: &Path) -> Vec<(String, usize)> {
+        let records = Folder::resume(path).unwrap().records;
+        records.into_iter().map(|record| (record.table, record.n)).collect()
+    }
+
     #[test]
     fn what_was_measured_is_not_measured_again() {
         let parent = tempfile::tempdir().unwrap();
@@ -277,16 +302,32 @@ mod tests {
         assert!(!folder.is_done("a-table", 3, "fuselane", Alloc::Warm));
         assert!(!folder.is_done("a-table", 2, "fuselane", Alloc::Fresh));
         assert_eq!(fs::read_to_string(&results).unwrap().len(), whole);
-        folder.add(&[record(3), Record { again: true, ..record(4) }]).unwrap();
+        let again = |n| Record { again: true, ..record(n) };
+        folder.add(&[record(3), again(4), again(6)]).unwrap();
         let mut folder = Folder::resume(&path).unwrap();
-        assert_eq!(folder.records.len(), 4);
+        assert_eq!(folder.records.len(), 5);
         assert!(folder.is_done("a-table", 3, "fuselane", Alloc::Warm));
-        assert!(!folder.is_done("a-table", 4, "fuselane", Alloc::Warm), "a crash may pass");
-        folder.forget("a-table", 4, Alloc::Warm).unwrap();
+        for n in [4, 6] {
+            assert!(!folder.is_done("a-table", n, "fuselane", Alloc::Warm), "a crash may pass");
+            folder.forget("a-table", n, Alloc::Warm).unwrap();
+        }
         folder.add(&[record(5)]).unwrap();
-        let sizes: Vec<usize> =
-            Folder::resume(&path).unwrap().records.iter().map(|r| r.n).collect();
-        assert_eq!(sizes, [1, 2, 3, 5]);
+        assert_eq!(stored(&path), [1, 2, 3, 5].map(|n| ("a-table".to_owned(), n)));
+    }
+
+    #[test]
+    fn records_are_sorted_as_the_tables_are() {
+        let parent = tempfile::tempdir().unwrap();
+        let mut folder = Folder::create(parent.path(), run()).unwrap();
+        let other = |n| Record { table: "other".to_owned(), ..record(n) };
+        folder.add(&[record(2), other(1), record(1), other(3)]).unwrap();
+        folder.sort(&["other", "a-table"]).unwrap();
+        folder.add(&[other(2)]).unwrap();
+        folder.sort(&["other", "a-table"]).unwrap();
+        let of = |table: &str, n| (table.to_owned(), n);
+        let sorted =
+            [of("other", 1), of("other", 2), of("other", 3), of("a-table", 1), of("a-table", 2)];
+        assert_eq!(stored(parent.path()), sorted);
     }
 
     #[test]

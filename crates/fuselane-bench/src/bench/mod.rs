@@ -298,7 +298,7 @@ impl Plan {
         let mut sweep = Sweep::new(&self.peers, self.threads, self.effort, folder)?;
         let swept = self.sweep(&mut sweep, &names);
         // What stopped the sweep is told last, whatever else goes wrong on the way.
-        let ended = self.finish(&sweep.folder);
+        let ended = self.finish(&mut sweep.folder);
         match swept {
             Ok(()) => {
                 ended?;
@@ -326,10 +326,11 @@ impl Plan {
     }
 
     /// Writes what is made of the results.
-    fn finish(&self, folder: &Folder) -> Result<(), String> {
+    fn finish(&self, folder: &mut Folder) -> Result<(), String> {
         if folder.records.is_empty() {
             return Ok(());
         }
+        folder.sort(&self.tables.iter().map(|table| table.name.as_str()).collect::<Vec<_>>())?;
         folder.write_csv()?;
         let page = report::write(folder.path())?;
         if self.format == Format::Table {

@@ -32,7 +32,7 @@ use std::marker::PhantomData;
 /// The largest [`Lanes::N`] of any implementation.
 pub(crate) const MAX_LANES: usize = 16;
 
-/// Alignment, in bytes, of an address that [`Memory::stream`] writes to.
+/// Alignment, in bytes, of an address that stores past the caches write to.
 pub(crate) const STREAM_ALIGN: usize = 32;
 /// Bytes of a cache line.
 const LINE: usize = 64;

@@ -270,7 +270,7 @@ impl<T: Element> BackwardRows<'_, T> {
         });
     }
 
-    /// The gradients of batch after batch; as [`ForwardRows::normalize`].
+    /// The gradients of batch after batch; as `ForwardRows::normalize`.
     #[inline(always)]
     fn differentiate<L>(&mut self, act: Act, mut batches: Batches)
     where
@@ -804,7 +804,7 @@ impl<T: Element> GradientInputs<'_, T> {
 }
 
 /// [`Gradients`] of a batch and [`Sums`] of the one that comes next, block by block in one loop; see
-/// [`Staggered`]. e of a block of the next batch takes the place of what was just used.
+/// `Staggered` of the forward. e of a block of the next batch takes the place of what was just used.
 struct StaggeredGradients<'r, 'g, L, T: Element, const KIND: usize> {
     rows: &'r mut BackwardRows<'g, T>,
     batch: Batch,

@@ -109,7 +109,7 @@ impl Groups {
         (self.batch() / self.count.max(1)).max(1)
     }
 
-    /// Whether two passes may share a loop ([`Staggered`]): where the lanes have registers enough for both,
+    /// Whether two passes may share a loop (`Staggered` of the forward): where the lanes have registers enough for both,
     /// groups are of whole steps, and what passes hand on is kept.
     #[inline(always)]
     pub(super) fn staggers<L: Lanes>(self) -> bool {
