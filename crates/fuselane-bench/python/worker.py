@@ -155,12 +155,14 @@ class Worker:
 
 def warm_up(call, alloc):
     """Two calls, the first of which compiles. Where memory is to be used again, a few more if the
-    allocator still took new one: now and then it has to find its order first."""
+    allocator still took new one: now and then it has to find its order first. Slow calls are not
+    worth that."""
     call.run()
     for _ in range(6):
-        faults = page_faults()
+        faults, begin = page_faults(), time.perf_counter()
         call.run()
-        if alloc == "fresh" or page_faults() - faults < 100:
+        slow = time.perf_counter() - begin > 1
+        if slow or alloc == "fresh" or page_faults() - faults < 100:
             break
 
 

@@ -9,7 +9,7 @@ use std::fs;
 use std::io::{BufRead, Write};
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::peers;
 use crate::process_memory;
@@ -155,12 +155,8 @@ fn prepared(library: &dyn Library, job: &Job, next: Requests<'_>) -> Result<(), 
     }
     let loaded = library.load(job)?;
     let mut call = loaded.call()?;
-    let start = Instant::now();
     call.run()?;
-    // Whatever is set up at the first call counts for little where that takes as long.
-    if start.elapsed() < Duration::from_secs(1) {
-        call.run()?;
-    }
+    call.run()?;
     say(&Reply::Ready)?;
     while let Some(request) = next()? {
         let reply = match request {
