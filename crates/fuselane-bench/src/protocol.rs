@@ -33,7 +33,7 @@ impl Alloc {
     }
 }
 
-/// An input: a file of raw elements, little-endian, in row-major order.
+/// An input: a file that begins with its raw elements, little-endian, in row-major order.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Input {
     /// x, residual, gate, weight, theta, grad.
@@ -76,7 +76,7 @@ pub(crate) enum Request {
     /// Load the inputs; for a backward, run the forward and keep what its backward needs; compile
     /// and warm up, with two calls at least. Answer: `ready`, `unsupported` or `failed`.
     Prepare { job: Job },
-    /// Run the prepared call once, and write the samples of each output that is named, one after
+    /// Write the samples of each output that is named, of the last run of the prepared call, one after
     /// the other, as f32 to `folder/NAME.f32`. Answer: `written`.
     Outputs { samples: BTreeMap<String, Vec<Sample>>, folder: PathBuf },
     /// One call that is not timed if `settle`, then this many timed ones. Answer: `times`.

@@ -158,8 +158,8 @@ impl Mapped {
         fn of<'a, T: fuselane::Element>(mapped: &'a Mapped) -> View<'a> {
             let elements = mapped.bytes / size_of::<T>();
             // SAFETY: the mapping has these bytes for as long as `mapped` lives, a page's border
-            // is aligned for any float, and `fuselane bench` does not write a file after it has
-            // named it to a worker.
+            // is aligned for any float, and `fuselane bench` writes to a file that it has named to a
+            // worker only when the job is released or the worker is gone.
             let slice = unsafe { std::slice::from_raw_parts(mapped.pointer.cast::<T>(), elements) };
             View::new(slice, &mapped.shape).expect("the shape has as many elements")
         }

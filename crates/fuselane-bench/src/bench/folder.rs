@@ -107,7 +107,8 @@ impl Folder {
 
     /// Brings the records into the order of the tables, whatever was measured first.
     pub(super) fn sort(&mut self, tables: &[&str]) -> Result<(), String> {
-        let place = |name: &str| tables.iter().position(|table| *table == name);
+        let place =
+            |name: &str| tables.iter().position(|table| *table == name).unwrap_or(tables.len());
         let key = |record: &Record| (place(&record.table), record.alloc, record.n);
         if self.records.is_sorted_by_key(key) {
             return Ok(());
@@ -142,7 +143,7 @@ impl Folder {
                 self.path.display()
             ));
         }
-        self.done.extend(records.iter().map(Record::key));
+        self.done.extend(done(records));
         self.records.extend_from_slice(records);
         Ok(())
     }

@@ -18,7 +18,7 @@ use fuselane::{DType, Theta};
 use half::{bf16, f16};
 
 use super::interrupt;
-use crate::case::{Dtype, TensorSpec, bytes_of};
+use crate::case::{Dtype, TensorSpec};
 use crate::protocol::{Input, Sample};
 use crate::setup_peers::free_bytes;
 
@@ -27,7 +27,7 @@ const PERIOD: usize = 1_048_573;
 /// Where the system keeps files in memory.
 const MEMORY: &str = "/dev/shm";
 
-/// A folder of input files, removed in the end.
+/// A folder of input files, removed in the end. Files stay for later rows until memory is short.
 pub(super) struct InputFiles {
     folder: PathBuf,
     /// The repeated values of each tensor name and dtype, as bytes.
@@ -73,38 +73,65 @@ impl InputFiles {
         &self.folder
     }
 
-    /// Makes files for these tensors, and removes those that are not among them.
+    /// [`InputFiles::bytes`] with files for these tensors among them.
+    pub(super) fn bytes_with(&self, tensors: &[TensorSpec]) -> u64 {
+        self.bytes() + self.missing(tensors)
+    }
+
+    /// The bytes of these tensors that are not there.
+    fn missing(&self, tensors: &[TensorSpec]) -> u64 {
+        let missing = |tensor| {
+            let written = self.files.get(&self.path(tensor)).copied().unwrap_or(0);
+            tensor.bytes().saturating_sub(written)
+        };
+        tensors.iter().map(missing).sum()
+    }
+
+    fn path(&self, tensor: &TensorSpec) -> PathBuf {
+        self.folder.join(format!("{}-{}", tensor.name, tensor.dtype))
+    }
+
+    /// Gives back what is not needed for these tensors. No worker may have its files open.
+    pub(super) fn shrink_to(&mut self, tensors: &[TensorSpec]) {
+        let needed: HashMap<PathBuf, u64> =
+            tensors.iter().map(|tensor| (self.path(tensor), tensor.bytes())).collect();
+        self.files.retain(|path, bytes| {
+            let Some(&needed) = needed.get(path) else {
+                let _ = fs::remove_file(path);
+                return false;
+            };
+            let shrunk = || File::options().write(true).open(path)?.set_len(needed);
+            if *bytes > needed && shrunk().is_ok() {
+                *bytes = needed;
+            }
+            true
+        });
+    }
+
+    /// Makes files for these tensors.
     pub(super) fn provide(&mut self, tensors: &[TensorSpec]) -> Result<Vec<Input>, String> {
         // A container may have next to nothing there.
-        let needed = bytes_of(tensors) + (16 << 20);
-        let room = free_bytes(&self.folder).map(|free| free + self.bytes());
-        if self.folder.starts_with(MEMORY) && room.is_some_and(|room| room < needed) {
-            self.move_to(&std::env::temp_dir())?;
+        let lacks_room = |files: &Self| {
+            let needed = files.missing(tensors) + (16 << 20);
+            free_bytes(&files.folder).is_some_and(|free| free < needed)
+        };
+        if self.folder.starts_with(MEMORY) && lacks_room(self) {
+            self.shrink_to(tensors);
+            if lacks_room(self) {
+                self.move_to(&std::env::temp_dir())?;
+            }
         }
-        let inputs: Vec<Input> = tensors
-            .iter()
-            .map(|tensor| Input {
-                name: tensor.name.to_owned(),
-                dtype: Dtype(tensor.dtype),
-                shape: tensor.shape.clone(),
-                path: self.folder.join(format!("{}-{}", tensor.name, tensor.dtype)),
-            })
-            .collect();
-        self.files.retain(|path, _| {
-            let keep = inputs.iter().any(|input| input.path == *path);
-            if !keep {
-                let _ = fs::remove_file(path);
+        let mut inputs = Vec::new();
+        for tensor in tensors {
+            let path = self.path(tensor);
+            let written = self.files.get(&path).copied().unwrap_or(0);
+            if written < tensor.bytes() || tensor.name == "theta" {
+                self.write(tensor, &path, written)
+                    .map_err(|error| format!("input {}: {error}", path.display()))?;
+                self.files.insert(path.clone(), tensor.bytes());
             }
-            keep
-        });
-        for (tensor, input) in tensors.iter().zip(&inputs) {
-            let written = self.files.get(&input.path).copied().unwrap_or(0);
-            if written >= tensor.bytes() && input.name != "theta" {
-                continue;
-            }
-            self.write(tensor, &input.path, written)
-                .map_err(|error| format!("input {}: {error}", input.path.display()))?;
-            self.files.insert(input.path.clone(), tensor.bytes());
+            let (name, dtype) = (tensor.name.to_owned(), Dtype(tensor.dtype));
+            inputs.push(Input { name, dtype, shape: tensor.shape.clone(), path });
         }
         Ok(inputs)
     }
@@ -120,12 +147,14 @@ impl InputFiles {
             .entry((tensor.name, tensor.dtype))
             .or_insert_with(|| encode(tensor.dtype, &values(tensor.name)));
         let mut file = File::options().create(true).append(true).open(path)?;
-        file.set_len(written)?; // there is more if writing failed before
         let (mut at, end) = (written, tensor.bytes());
         while at < end {
             let start = (at % block.len() as u64) as usize;
             let part = ((end - at) as usize).min(block.len() - start);
-            file.write_all(&block[start..start + part])?;
+            if let Err(error) = file.write_all(&block[start..start + part]) {
+                let _ = file.set_len(written);
+                return Err(error);
+            }
             at += part as u64;
         }
         Ok(())
@@ -204,6 +233,8 @@ fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
 
 #[cfg(test)]
 mod tests {
+    use std::slice;
+
     use super::*;
 
     fn spec(name: &'static str, shape: &[usize], dtype: DType) -> TensorSpec {
@@ -241,9 +272,14 @@ mod tests {
         // A longer x has the same values from its beginning, and its file serves a shorter one.
         let longer = files.provide(&[spec("x", &[7, 5], DType::BF16)]).unwrap();
         assert_eq!(all(&longer[0])[..15], first);
-        assert_eq!((fs::metadata(&longer[0].path).unwrap().len(), files.bytes()), (70, 70));
-        let shorter = files.provide(&[x]).unwrap();
-        assert_eq!((all(&shorter[0]), files.bytes()), (first, 70));
+        assert_eq!(fs::metadata(&longer[0].path).unwrap().len(), 70);
+        let shorter = files.provide(slice::from_ref(&x)).unwrap();
+        assert_eq!(all(&shorter[0]), first);
+        // Until memory is short.
+        assert_eq!((files.bytes(), files.bytes_with(slice::from_ref(&x))), (102, 102));
+        files.shrink_to(&[x]);
+        assert_eq!((all(&shorter[0]), files.bytes()), (first, 30));
+        assert_eq!(fs::metadata(&shorter[0].path).unwrap().len(), 30);
         assert!(!inputs[1].path.exists());
         let folder = files.folder().to_path_buf();
         drop(files);

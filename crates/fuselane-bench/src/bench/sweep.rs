@@ -22,7 +22,8 @@ use crate::record::Record;
 
 const MIB: f64 = (1 << 20) as f64;
 
-/// A worker that has crashed or hung this often is not started again.
+/// A worker that has crashed or hung this often, with no answer in between, is not started again for rows
+/// that take as much memory.
 const DEATHS: usize = 3;
 
 /// Before each turn: threads of another provider may look out for their next call for a while
@@ -88,10 +89,20 @@ pub(super) struct Sweep<'a> {
     pub(super) folder: Folder,
     inputs: InputFiles,
     workers: HashMap<Key, Worker>,
-    deaths: HashMap<&'static str, (usize, String)>,
+    deaths: HashMap<&'static str, Deaths>,
+    /// [`Sweep::memory_of`] the row at hand.
+    row_memory: u64,
     /// Bytes per second of one thread on data that stays in cache, by table.
     rates: HashMap<String, Option<f64>>,
     l2_bytes: u64,
+}
+
+/// How often a provider's worker has died since its last answer.
+struct Deaths {
+    count: usize,
+    /// The least memory of a row in which it did.
+    memory: u64,
+    last: String,
 }
 
 /// What a provider has come to in a row.
@@ -135,6 +146,7 @@ impl<'a> Sweep<'a> {
             inputs: InputFiles::new()?,
             workers: HashMap::new(),
             deaths: HashMap::new(),
+            row_memory: 0,
             rates: HashMap::new(),
             l2_bytes: l2,
         })
@@ -169,6 +181,7 @@ impl<'a> Sweep<'a> {
             return Ok(Vec::new());
         }
         self.folder.forget(&table.name, n, alloc)?;
+        self.row_memory = self.memory_of(table, n);
         let mut records = match table.metric {
             Metric::Speed => self.speed(table, n, alloc, &peers)?,
             Metric::Memory => self.memory(table, n, alloc, &peers)?,
@@ -519,7 +532,8 @@ impl<'a> Sweep<'a> {
         if let Some(note) = self.folder.run.gpu.as_ref().and_then(|gpu| refused_by(gpu, table, n)) {
             return (false, peers.iter().map(|peer| (peer.name(), note.clone())).collect());
         }
-        let inputs = bytes_of(&case.inputs(*mode, n, dtype.0)) as f64;
+        let specs = case.inputs(*mode, n, dtype.0);
+        let inputs = bytes_of(&specs) as f64;
         // Bytes of each provider, and how many of them are inputs that could be shared.
         type Need = (&'static str, f64, f64);
         let mut needs: Vec<Need> = Vec::new();
@@ -527,21 +541,24 @@ impl<'a> Sweep<'a> {
             let shareable = if peer.can_map() { inputs } else { 0.0 };
             needs.push((peer.name(), need(peer, table, n), shareable));
         }
-        // Files of the last row may be in memory, and make room for those of this one.
-        let files = self.inputs.bytes();
-        let available = || {
+        // Files may be in memory. Those of earlier rows stay, if there is room.
+        let available = |files: &InputFiles| {
             let bytes = Machine::read().available_memory_bytes;
             // A tenth is left to the system.
-            bytes.map_or(f64::INFINITY, |bytes| (bytes + files) as f64 * 0.9)
+            bytes.map_or(f64::INFINITY, |bytes| (bytes + files.bytes()) as f64 * 0.9)
         };
-        let total = |needs: &[Need]| inputs + needs.iter().map(|need| need.1).sum::<f64>();
-        let mut room = available();
-        if total(&needs) > room {
+        let needed = needs.iter().map(|need| need.1).sum::<f64>();
+        if self.inputs.bytes_with(&specs) as f64 + needed <= available(&self.inputs) {
+            return (false, Vec::new());
+        }
+        self.inputs.shrink_to(&specs);
+        let mut room = available(&self.inputs);
+        if inputs + needed > room {
             // Idle workers may hold on to memory of earlier rows.
             self.workers.clear();
-            room = available();
+            room = available(&self.inputs);
         }
-        if total(&needs) <= room {
+        if inputs + needed <= room {
             return (false, Vec::new());
         }
         let shared = |needs: &[Need]| {
@@ -598,8 +615,11 @@ impl<'a> Sweep<'a> {
             return Err(Stop::Interrupted);
         }
         let key = Key { provider: peer.name(), alloc, threads, memory };
-        if let Some((DEATHS.., why)) = self.deaths.get(peer.name()) {
-            return Ok(Err(format!("given up after {DEATHS} failures, the last: {why}")));
+        let deaths = self.deaths.get(peer.name());
+        if let Some(Deaths { memory, last, .. }) = deaths.filter(|deaths| deaths.count >= DEATHS)
+            && self.row_memory >= *memory
+        {
+            return Ok(Err(format!("given up after {DEATHS} failures, the last: {last}")));
         }
         let sent = match self.workers.get_mut(&key) {
             Some(worker) => worker.send(request),
@@ -641,8 +661,11 @@ impl<'a> Sweep<'a> {
             Silence::Interrupted => Err(Stop::Interrupted),
             Silence::Dead(why) => {
                 self.workers.remove(key);
-                let deaths = self.deaths.entry(key.provider).or_default();
-                *deaths = (deaths.0 + 1, why.clone());
+                let (count, memory) = match self.deaths.get(key.provider) {
+                    Some(deaths) => (deaths.count + 1, deaths.memory.min(self.row_memory)),
+                    None => (1, self.row_memory),
+                };
+                self.deaths.insert(key.provider, Deaths { count, memory, last: why.clone() });
                 Ok(why)
             }
         }

@@ -1,4 +1,4 @@
-//! The backward.
+//! The backward: a patch of gradients is decoded, and pulled back through the activation.
 
 use std::marker::PhantomData;
 

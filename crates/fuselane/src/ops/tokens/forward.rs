@@ -1,4 +1,4 @@
-//! The forward.
+//! The forward: a patch is activated and encoded, in one step where both have short forms.
 
 use super::activation::{Rounded, Sigmoid, Silu, activate, through};
 use super::walk::{Encode, Place, Visitor, Walk, turns};
