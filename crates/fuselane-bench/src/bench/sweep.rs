@@ -36,7 +36,7 @@ const IDLE: usize = 2;
 /// The longest pause: for a worker that is never idle, and where the system does not tell.
 const LONGEST_PAUSE: Duration = Duration::from_millis(40);
 
-/// Calls that take longer than this, in nanoseconds, are timed in every other round: three tell enough.
+/// Calls that take longer than this, in nanoseconds, are timed in half of the rounds: three calls tell enough.
 const SLOW: f64 = 0.5e9;
 
 /// How much is measured.
@@ -379,13 +379,12 @@ impl<'a> Sweep<'a> {
                 let Some(State::Ready { ns, estimate, .. }) = states.get_mut(peer.name()) else {
                     continue;
                 };
-                // Of four rounds, the first, in which everybody's turn comes in one order, and the last, of the
-                // other order.
-                if *estimate > SLOW && round.div_ceil(2) % 2 == 1 {
+                // Of four rounds the first two, one of each order.
+                if *estimate > SLOW && round % 4 >= 2 {
                     continue;
                 }
-                // The first round only tells how long a call takes, if it is not slow: others are then
-                // repeated for some milliseconds, after one call that brings its data back into the caches.
+                // The first round only tells how long a call takes: others are then repeated for
+                // some milliseconds, after one call that brings its data back into the caches.
                 let calls = (4e6 / estimate.max(4e6 / 64.0)).ceil().max(1.0) as usize;
                 let first = round == 0;
                 let request = Request::Round {
@@ -397,12 +396,8 @@ impl<'a> Sweep<'a> {
                 let note = match self.ask(peer, alloc, threads, false, &request)? {
                     Ok(Reply::Times { ns: times }) => {
                         let times: Vec<f64> = times.iter().map(|&ns| ns as f64).collect();
-                        let was_slow = *estimate > SLOW;
                         *estimate = Spread::of(&times).map_or(0.0, |spread| spread.median);
-                        if was_slow && *estimate <= SLOW {
-                            ns.clear(); // only the first calls were
-                        }
-                        if !first || *estimate > SLOW {
+                        if !first {
                             ns.extend(times);
                         }
                         continue;
