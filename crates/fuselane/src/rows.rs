@@ -12,7 +12,7 @@ use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::parallel;
 use crate::scratch::Scratch;
-use crate::simd::{MAX_LANES, STREAM_ALIGN};
+use crate::simd::{Appender, Lanes, Line, MAX_LANES, Memory, STREAM_ALIGN};
 use crate::view::{MAX_RANK, View, ViewMut};
 
 #[cfg(test)]
@@ -198,6 +198,58 @@ impl<T: Element> RunMut<'_, T> {
         aligned && self.len.is_multiple_of(MAX_LANES)
     }
 
+    /// Whether rows follow each other without gaps.
+    #[inline(always)]
+    pub(crate) fn dense(&self) -> bool {
+        self.step == (self.len * size_of::<T>()) as isize || self.rows == 1
+    }
+
+    /// Whether rows are to be appended to each other: where they go past the caches, which not each of them
+    /// can by itself.
+    #[inline(always)]
+    pub(crate) fn appends<L: Lanes>(&self, stream: bool) -> bool {
+        <L::Line as Line>::ANY && stream && !self.streams() && self.dense()
+    }
+
+    /// Takes all rows, if `taken`, and leaves as many without elements; otherwise gives such.
+    #[inline(always)]
+    pub(crate) fn take_if(&mut self, taken: bool) -> Self {
+        let none = Self { rows: self.rows, ..Self::EMPTY };
+        if taken { std::mem::replace(self, none) } else { none }
+    }
+
+    /// Writes `len` elements from `start` on, counted from the first one of all rows, which have to be
+    /// dense.
+    #[inline(always)]
+    pub(crate) fn appender<L>(&mut self, (start, len): (usize, usize)) -> Appender<'_, L, T>
+    where
+        L: Memory<T> + Lanes<Real = T::Real>,
+    {
+        let all = self.rows * self.len;
+        assert!(self.dense() && start <= all && len <= all - start);
+        // SAFETY: as for `row`; the rows are one stretch of memory, in which these elements are, as was
+        // just checked.
+        let stretch = unsafe { std::slice::from_raw_parts_mut(self.base.wrapping_add(start), len) };
+        Appender::new(stretch)
+    }
+
+    /// All rows; or, if they are to be `appended`, as many without elements, and what writes some of their
+    /// elements.
+    #[inline(always)]
+    pub(crate) fn or_appender<L>(
+        &mut self,
+        appended: bool,
+        place: (usize, usize),
+    ) -> (RunMut<'_, T>, Appender<'_, L, T>)
+    where
+        L: Memory<T> + Lanes<Real = T::Real>,
+    {
+        match appended {
+            true => (RunMut { rows: self.rows, ..RunMut::EMPTY }, self.appender(place)),
+            false => (self.part(0, self.rows), Appender::new(&mut [])),
+        }
+    }
+
     /// The length of each row.
     #[inline(always)]
     pub(crate) fn len(&self) -> usize {
@@ -281,7 +333,7 @@ pub(crate) struct Unstage<'a, 'r, L, T: Element> {
 impl<L, T> crate::simd::Task for Unstage<'_, '_, L, T>
 where
     T: Element,
-    L: crate::simd::Lanes<Real = T::Real> + crate::simd::Memory<T>,
+    L: Lanes<Real = T::Real> + Memory<T>,
 {
     type Output = ();
     #[inline(always)]

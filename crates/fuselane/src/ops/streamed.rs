@@ -55,34 +55,47 @@ fn same<T: Element>(what: &str, len: usize, call: impl Fn(&mut [T]) -> Result<()
     Ok(())
 }
 
-fn all_operators<T: Element>(features: usize) -> Result<()> {
-    let n = COUNT * features;
-    let (shape, rows) = ([ROWS[0], ROWS[1], ROWS[2], features], [COUNT, features]);
+fn activations<T: Element>(features: usize) -> Result<()> {
+    let (n, shape) = (COUNT * features, [ROWS[0], ROWS[1], ROWS[2], features]);
+    let [mut x, grad] = [1, 2].map(|seed| numbers::<T>(n, seed));
+    // Rows that are not near 0, and one that is masked.
+    for far in [1, 9, COUNT - 1] {
+        x[far * features + features / 2] = T::from_f64(90.0);
+    }
+    x[3 * features..4 * features].fill(T::from_f64(f64::NEG_INFINITY));
+    let [x, grad] = [View::new(&x, &shape)?, View::new(&grad, &shape)?];
+    for act in [Act::Relu, Act::Sigmoid, Act::Silu] {
+        same::<T>("act", n, |o| act.forward_into(x, ViewMut::new(o, &shape)?))?;
+        same::<T>("act backward", n, |o| act.backward_into(x, grad, ViewMut::new(o, &shape)?))?;
+    }
+    for softmax in [
+        Softmax::over(-1),
+        Softmax { zero_masked_rows: true, ..Softmax::over(-1) },
+        Softmax { log: true, ..Softmax::over(-1) },
+        Softmax::over(-2),
+        Softmax::over(1),
+    ] {
+        same::<T>("softmax", n, |o| softmax.forward_into(x, ViewMut::new(o, &shape)?))?;
+        same::<T>("softmax backward", n, |o| {
+            softmax.backward_into(x, grad, ViewMut::new(o, &shape)?)
+        })?;
+    }
+    Ok(())
+}
+
+fn norms<T: Element>(features: usize) -> Result<()> {
+    let (n, rows) = (COUNT * features, [COUNT, features]);
     let [x, grad, residual] = [1, 2, 3].map(|seed| numbers::<T>(n, seed));
     let mut gate = numbers::<T>(n, 4);
     for far in [0, 7, 40, COUNT - 1] {
         gate[far * features + features / 2] = T::from_f64(90.0);
     }
-    let [x4, grad4] = [View::new(&x, &shape)?, View::new(&grad, &shape)?];
     let [x2, grad2, residual2, gate2] = [
         View::new(&x, &rows)?,
         View::new(&grad, &rows)?,
         View::new(&residual, &rows)?,
         View::new(&gate, &rows)?,
     ];
-
-    for act in [Act::Relu, Act::Sigmoid, Act::Silu] {
-        same::<T>("act", n, |o| act.forward_into(x4, ViewMut::new(o, &shape)?))?;
-        same::<T>("act backward", n, |o| act.backward_into(x4, grad4, ViewMut::new(o, &shape)?))?;
-    }
-    for dim in [-1, -2, 1] {
-        let softmax = Softmax::over(dim);
-        same::<T>("softmax", n, |o| softmax.forward_into(x4, ViewMut::new(o, &shape)?))?;
-        same::<T>("softmax backward", n, |o| {
-            softmax.backward_into(x4, grad4, ViewMut::new(o, &shape)?)
-        })?;
-    }
-
     let weight = numbers::<T>(features, 5);
     let weight = View::new(&weight, &[features])?;
     let rstd = vec![T::Real::of(0.9); COUNT];
@@ -135,6 +148,81 @@ fn all_operators<T: Element>(features: usize) -> Result<()> {
             }
         }
     }
+    Ok(())
+}
+
+/// Norms of all options, in groups, with all that a call can write at once: dense, and with gaps.
+fn norms_of_groups<T: Element>(rows: usize, features: usize, groups: usize) -> Result<()> {
+    let (n, shape) = (rows * features, [rows, features]);
+    let inputs = [1, 2, 3, 4, 5].map(|seed| numbers::<T>(n, seed));
+    let [x, grad, residual, gate, grad_sum] = [
+        View::new(&inputs[0], &shape)?,
+        View::new(&inputs[1], &shape)?,
+        View::new(&inputs[2], &shape)?,
+        View::new(&inputs[3], &shape)?,
+        View::new(&inputs[4], &shape)?,
+    ];
+    let parameters = [6, 7].map(|seed| numbers::<f32>(features, seed));
+    let [weight, bias] =
+        [View::new(&parameters[0], &[features])?, View::new(&parameters[1], &[features])?];
+    let statistics = vec![T::Real::of(0.9); rows * groups];
+    let statistics = View::new(&statistics, &[rows, groups])?;
+    for (center, gated, gate_position, gap) in [
+        (false, false, GatePosition::Pre, 0),
+        (false, true, GatePosition::Pre, 0),
+        (false, true, GatePosition::Post, 0),
+        (true, false, GatePosition::Pre, 0),
+        (true, true, GatePosition::Post, 0),
+        (false, false, GatePosition::Pre, 5),
+    ] {
+        let norm = Normalize { center, gate_position, ..Normalize::rms_norm() };
+        let norm = norm.with_groups(groups);
+        let gate = gated.then_some(gate);
+        let place = rows * (features + gap);
+        same::<T>("normalize with all", 5 * place + features, |all| {
+            let (places, dweight) = all.split_at_mut(5 * place);
+            let mut places = places.chunks_mut(place);
+            let mut next = || {
+                let memory = places.next().expect("five places");
+                ViewMut::new(memory, &[rows, features + gap])?.narrow(1, gap / 2, features)
+            };
+            norm.forward_into(NormalizeForward {
+                weight: Some(weight),
+                bias: center.then_some(bias),
+                gate,
+                residual: Residual::AddInto(residual, next()?),
+                ..NormalizeForward::new(x, next()?)
+            })?;
+            norm.backward_into(NormalizeBackward {
+                weight: Some(weight),
+                bias: center.then_some(bias),
+                gate,
+                residual: Some(residual),
+                mean: center.then_some(statistics),
+                grad_residual_out: Some(grad_sum),
+                dx: Some(next()?),
+                dresidual: Some(next()?),
+                dgate: gate.map(|_| next()).transpose()?,
+                dweight: Some(ViewMut::new(dweight, &[features])?),
+                ..NormalizeBackward::new(grad, x, statistics)
+            })
+        })?;
+    }
+    Ok(())
+}
+
+/// The operators that take rows of any length.
+fn any_rows<T: Element>(features: usize) -> Result<()> {
+    activations::<T>(features)?;
+    norms::<T>(features)
+}
+
+fn all_operators<T: Element>(features: usize) -> Result<()> {
+    any_rows::<T>(features)?;
+    let n = COUNT * features;
+    let shape = [ROWS[0], ROWS[1], ROWS[2], features];
+    let [x, grad] = [1, 2].map(|seed| numbers::<T>(n, seed));
+    let [x4, grad4] = [View::new(&x, &shape)?, View::new(&grad, &shape)?];
 
     let theta = numbers::<f32>(features / 2, 6);
     let theta = View::new(&theta, &[1, features / 2])?;
@@ -191,6 +279,20 @@ fn stores_past_the_caches_give_the_same_bits() -> Result<()> {
             })??;
         }
         with_isa(isa, || all_operators::<bf16>(2048))??;
+        for (rows, features, groups) in [(70, 387, 3), (9, 2049, 3), (9, 2045, 5), (2, 66_001, 1)] {
+            with_isa(isa, || -> Result<()> {
+                norms_of_groups::<bf16>(rows, features, groups)?;
+                norms_of_groups::<f32>(rows, features, groups)
+            })??;
+        }
+        // Rows that begin anywhere.
+        for features in [1, 17, 33, 63, 65, 100, 127, 129, 641, 2049] {
+            with_isa(isa, || -> Result<()> {
+                any_rows::<bf16>(features)?;
+                any_rows::<f16>(features)?;
+                any_rows::<f32>(features)
+            })??;
+        }
     }
     Ok(())
 }

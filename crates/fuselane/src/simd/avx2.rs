@@ -69,6 +69,7 @@ impl<const SPLIT: bool, const STORED_BITS: u32, const VL: bool> Lanes
 {
     type Real = f32;
     type Mask = (__m256, __m256);
+    type Line = ();
     const N: usize = 16;
 
     #[inline(always)]

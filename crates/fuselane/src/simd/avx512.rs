@@ -10,11 +10,12 @@
 //! them.
 
 use std::arch::x86_64::*;
+use std::ops::Range;
 
 use half::{bf16, f16};
 
 use super::avx2::{EIGHTHS, align_frame, inside};
-use super::{F32Lanes, Lanes, Memory, Task};
+use super::{F32Lanes, LINE, Lanes, Line, Memory, Task};
 use crate::dtype::Element;
 
 #[derive(Clone, Copy)]
@@ -41,6 +42,7 @@ macro_rules! x86 {
 impl<const SPLIT: bool, const STORED_BITS: u32> Lanes for Avx512<SPLIT, STORED_BITS> {
     type Real = f32;
     type Mask = __mmask16;
+    type Line = WideLine;
     const N: usize = 16;
     const MANY_REGISTERS: bool = true;
 
@@ -333,6 +335,58 @@ impl<const SPLIT: bool, const STORED_BITS: u32> Memory<f32> for Avx512<SPLIT, ST
             _mm256_stream_ps(p.add(8), _mm512_extractf32x8_ps::<1>(packed));
         })
     }
+    #[inline(always)]
+    fn line([_, only]: [__m512; 2]) -> WideLine {
+        x86!(WideLine(_mm512_castps_si512(only)))
+    }
+}
+
+/// The 64 bytes of a register.
+#[derive(Clone, Copy)]
+pub(crate) struct WideLine(__m512i);
+
+impl Line for WideLine {
+    const ANY: bool = true;
+    type Bytes = __mmask64;
+    #[inline(always)]
+    fn zero() -> Self {
+        x86!(Self(_mm512_setzero_si512()))
+    }
+    #[inline(always)]
+    fn before(end: usize) -> __mmask64 {
+        (1 << end) - 1
+    }
+    #[inline(always)]
+    fn order(by: usize) -> Self {
+        /// A permutation looks at the lower six bits of an index.
+        static ORDER: [u8; 2 * LINE] = {
+            let (mut order, mut k) = ([0; 2 * LINE], 0);
+            while k < 2 * LINE {
+                order[k] = k as u8;
+                k += 1;
+            }
+            order
+        };
+        let order = &ORDER[LINE - by..][..LINE];
+        x86!(Self(_mm512_loadu_si512(order.as_ptr().cast())))
+    }
+    #[inline(always)]
+    fn rotate(self, order: Self) -> Self {
+        x86!(Self(_mm512_permutexvar_epi8(order.0, self.0)))
+    }
+    #[inline(always)]
+    fn select(bytes: __mmask64, yes: Self, no: Self) -> Self {
+        x86!(Self(_mm512_mask_blend_epi8(bytes, no.0, yes.0)))
+    }
+    #[inline(always)]
+    unsafe fn put_past_caches(self, p: *mut u8) {
+        x86!(_mm512_stream_si512(p.cast(), self.0))
+    }
+    #[inline(always)]
+    unsafe fn put_some(self, p: *mut u8, bytes: Range<usize>) {
+        let mask = (u64::MAX >> (LINE - bytes.end)) & (u64::MAX << bytes.start);
+        x86!(_mm512_mask_storeu_epi8(p.cast(), mask, self.0))
+    }
 }
 
 /// The sixteen elements of 16 bits from `i` on, with `fill` past the row's end.
@@ -383,6 +437,11 @@ impl Memory<f16> for ForF16 {
     unsafe fn put_line_past_caches([a, b]: [__m256i; 2], p: *mut f16) {
         x86!(_mm512_stream_si512(p.cast(), joined(a, b)))
     }
+    const BLOCKS_OF_LINE: usize = 2;
+    #[inline(always)]
+    fn line([a, b]: [__m256i; 2]) -> WideLine {
+        WideLine(joined(a, b))
+    }
     #[inline(always)]
     fn note(row: &[f16], i: usize, so_far: Self) -> Self {
         Self::note_block(block_of(row, i, f16::ZERO), so_far)
@@ -427,6 +486,11 @@ impl Memory<bf16> for ForBf16 {
     #[inline(always)]
     unsafe fn put_line_past_caches([a, b]: [__m256i; 2], p: *mut bf16) {
         x86!(_mm512_stream_si512(p.cast(), joined(a, b)))
+    }
+    const BLOCKS_OF_LINE: usize = 2;
+    #[inline(always)]
+    fn line([a, b]: [__m256i; 2]) -> WideLine {
+        WideLine(joined(a, b))
     }
     #[inline(always)]
     fn pack_exact(self) -> __m256i {

@@ -12,6 +12,7 @@
 //! scratch that only kernels see goes through [`Lanes::load_raw`] and [`Lanes::store_raw`], which
 //! keep the register order; and nothing else may assume which lane holds which element.
 
+mod appender;
 mod isa;
 mod math;
 mod portable;
@@ -22,6 +23,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 
+pub(crate) use appender::{Appender, Line};
 pub use isa::{Isa, isa, with_isa};
 pub(crate) use math::{Math, SHORT_LIMIT};
 
@@ -47,6 +49,8 @@ pub(crate) trait Lanes: Copy {
     const N: usize;
     /// Whether there are registers for some 24 blocks, so that a loop may do the work of two.
     const MANY_REGISTERS: bool = false;
+    /// Registers of a cache line, for [`Appender`]; `()` where there are none.
+    type Line: Line;
 
     fn splat(value: Self::Real) -> Self;
 
@@ -205,6 +209,14 @@ pub(crate) trait Memory<T: Element<Real = Self::Real>>: Lanes {
             Self::put_past_caches(a, p);
             Self::put_past_caches(b, p.add(Self::N));
         }
+    }
+
+    /// How many blocks are a cache line, if [`Lanes::Line`] has such.
+    const BLOCKS_OF_LINE: usize = 1;
+    /// A cache line: two blocks, one behind the other, or the second of them alone if that is one.
+    #[inline(always)]
+    fn line(_blocks: [Self::Packed; 2]) -> Self::Line {
+        Self::Line::zero()
     }
 
     /// Rounds and stores.

@@ -39,6 +39,7 @@ impl Portable {
 impl Lanes for Portable {
     type Real = f32;
     type Mask = [bool; N];
+    type Line = ();
     const N: usize = N;
 
     #[inline(always)]

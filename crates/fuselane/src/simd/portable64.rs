@@ -39,6 +39,7 @@ impl Portable64 {
 impl Lanes for Portable64 {
     type Real = f64;
     type Mask = [bool; N];
+    type Line = ();
     const N: usize = N;
 
     #[inline(always)]

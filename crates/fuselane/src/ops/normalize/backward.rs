@@ -4,16 +4,17 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::groups::{
-    BATCH, Batch, Batches, CHUNK, Chunk, Each, Groups, LONG, RECENT, USUAL, bits, blocks, enter,
-    for_each_group, for_each_span, fusible, gate_values, inside, kinds, of_group, of_group_mut,
-    prefetch, prefetch_soon, read, scalar, short_gates, write_block,
+    BATCH, Batch, Batches, CHUNK, Chunk, Each, Groups, LEAST_APPENDED, LONG, RECENT, USUAL,
+    append_step, appends, appends_chunks, bits, blocks, enter, for_each_group, for_each_span,
+    fusible, gate_values, inside, kinds, of_group, of_group_mut, prefetch, prefetch_soon, read,
+    scalar, short_gates, stretch, write_block,
 };
 use super::{GatePosition, Normalize};
 use crate::ops::act::Act;
 use crate::pool::{Reals, RealsMut};
 use crate::rows::{Part, Runs};
 use crate::scratch::Scratch;
-use crate::simd::{Kernel, Lanes, MAX_LANES, Math, Memory, SHORT_LIMIT, Task};
+use crate::simd::{Appender, Kernel, Lanes, Line, MAX_LANES, Math, Memory, SHORT_LIMIT, Task};
 use crate::{Element, Real};
 
 /// What takes part in a backward call, and what is asked for.
@@ -290,7 +291,12 @@ impl<T: Element> BackwardRows<'_, T> {
             match coming {
                 Some(next) if staggers && far == 0 && next.len() == batch.len() => {
                     let (kind, rows) = (self.kind, &mut *self);
-                    let far = enter!(L, kind, StaggeredGradients { rows, batch, next });
+                    let far =
+                        if appends::<L, T>(&rows.runs.outputs, (rows.groups, batch), rows.stream) {
+                            enter!(L, kind, StaggeredAppended { rows, batch, next })
+                        } else {
+                            enter!(L, kind, StaggeredRows { rows, batch, next })
+                        };
                     self.take_statistics(next);
                     self.sums_anew::<L>(act, next, &(0..self.groups.len), far);
                     self.means_of_sums(next.len());
@@ -593,6 +599,8 @@ where
         let Self { rows, batch, span, lanes } = self;
         let (with, stream, cuts) = (rows.with, rows.stream, rows.cuts);
         let next = rows.groups.ahead(batch);
+        let place = (rows.groups, rows.groups.len);
+        let appended = appends_chunks::<L, T>(&rows.runs.outputs, place, stream);
         for_each_group!(batch, (row, group, slot) => {
             let (statistics, means) = (rows.statistics[slot], rows.means[slot]);
             let group = &mut rows.group(row, group, slot);
@@ -600,7 +608,7 @@ where
                 let chunk = Chunk::new::<L>(start, group.x.len());
                 let options = (with, stream, cuts);
                 let group = &mut *group;
-                L::enter(GradientsOfChunk::<L, T, KIND> {
+                let task = GradientsOfChunk::<L, T, KIND, false> {
                     options,
                     group,
                     chunk,
@@ -608,14 +616,19 @@ where
                     means,
                     next,
                     lanes,
-                });
+                };
+                if appended && chunk.len >= LEAST_APPENDED {
+                    L::enter(task.appended());
+                } else {
+                    L::enter(task);
+                }
             }
         });
     }
 }
 
 /// [`Gradients`] of a chunk of one group. A function of its own, as its loop needs all registers.
-struct GradientsOfChunk<'r, 'g, L, T: Element, const KIND: usize> {
+struct GradientsOfChunk<'r, 'g, L, T: Element, const KIND: usize, const APPENDED: bool> {
     /// What takes part, whether to stream, and [`BackwardRows::cuts`].
     options: (BackwardWith, bool, bool),
     group: &'r mut BackwardGroup<'g, T>,
@@ -627,7 +640,16 @@ struct GradientsOfChunk<'r, 'g, L, T: Element, const KIND: usize> {
     lanes: PhantomData<L>,
 }
 
-impl<L, T, const KIND: usize> Task for GradientsOfChunk<'_, '_, L, T, KIND>
+impl<'r, 'g, L, T: Element, const KIND: usize> GradientsOfChunk<'r, 'g, L, T, KIND, false> {
+    #[inline(always)]
+    fn appended(self) -> GradientsOfChunk<'r, 'g, L, T, KIND, true> {
+        let Self { options, group, chunk, statistics, means, next, lanes } = self;
+        GradientsOfChunk { options, group, chunk, statistics, means, next, lanes }
+    }
+}
+
+impl<L, T, const KIND: usize, const APPENDED: bool> Task
+    for GradientsOfChunk<'_, '_, L, T, KIND, APPENDED>
 where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
@@ -636,6 +658,9 @@ where
     #[inline(always)]
     fn run(self) {
         let Self { options: (with, stream, cuts), group, chunk, next, .. } = self;
+        if const { APPENDED && !<L::Line as Line>::ANY } {
+            return; // never asked for
+        }
         let with = with.known::<L, KIND>();
         let zero = L::splat(Real::of(0.0));
         let fused = with.fused.is_some();
@@ -654,6 +679,13 @@ where
         let dgate = chunk.of_mut(group.dgate, with.dgate);
         let dweight = chunk.registers_mut::<L>(group.dweight, chunk.start, with.dweight);
         let dbias = chunk.registers_mut::<L>(group.dbias, chunk.start, with.dbias);
+        let rows = [dx, dresidual, dgate];
+        let none: [&mut [T]; 3] = [&mut [], &mut [], &mut []];
+        let ([dx, dresidual, dgate], [all_dx, all_dresidual, all_dgate]) =
+            if APPENDED { (none, rows) } else { (rows, none) };
+        let mut to_dx = Appender::<L, T>::new(all_dx);
+        let mut to_dresidual = Appender::<L, T>::new(all_dresidual);
+        let mut to_dgate = Appender::<L, T>::new(all_dgate);
         let (mut a, mut b) = ((), ());
         blocks!(L in chunk.len,
             read [grad, x, residual, gate, grad_sum, factor, bias, gates, slopes],
@@ -673,9 +705,14 @@ where
                 bias,
                 slopes,
             };
-            let to = GradientOutputs { dx, dresidual, dgate, dweight, dbias };
+            let appended =
+                APPENDED.then_some([&mut to_dx, &mut to_dresidual, &mut to_dgate]);
+            let to = GradientOutputs { dx, dresidual, dgate, dweight, dbias, appended };
             from.write::<L>(with, kept, &numbers, to, (i, whole), (stream, cuts));
         });
+        to_dx.finish();
+        to_dresidual.finish();
+        to_dgate.finish();
     }
 }
 
@@ -706,12 +743,14 @@ struct GradientInputs<'r, T: Element> {
 }
 
 /// Where they go.
-struct GradientOutputs<'r, T: Element> {
+struct GradientOutputs<'r, 'a, L: Memory<T>, T: Element<Real = L::Real>> {
     dx: &'r mut [T],
     dresidual: &'r mut [T],
     dgate: &'r mut [T],
     dweight: &'r mut [T::Real],
     dbias: &'r mut [T::Real],
+    /// What the first three are appended to, if they are not written to their rows.
+    appended: Option<[&'r mut Appender<'a, L, T>; 3]>,
 }
 
 impl<T: Element> GradientInputs<'_, T> {
@@ -723,13 +762,13 @@ impl<T: Element> GradientInputs<'_, T> {
         with: BackwardWith,
         kept: L,
         numbers: &Numbers<L>,
-        to: GradientOutputs<'_, T>,
+        mut to: GradientOutputs<'_, '_, L, T>,
         (i, whole): (usize, bool),
         (stream, cuts): (bool, bool),
     ) where
         L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
     {
-        let zero = L::splat(Real::of(0.0));
+        let (zero, len) = (L::splat(Real::of(0.0)), self.at.grad.len());
         let (pre, fused) = (with.gate == Some(GatePosition::Pre), with.fused.is_some());
         let parts = Fused::new(kept);
         let value = match with.fused {
@@ -789,30 +828,42 @@ impl<T: Element> GradientInputs<'_, T> {
                     }
                 }
             };
-            write_block(gradient, to.dgate, (i, whole), fused, stream);
+            match &mut to.appended {
+                None => write_block(gradient, to.dgate, (i, whole), fused, stream),
+                Some([_, _, dgate]) => append_step([gradient], dgate, (i, whole), fused, len),
+            }
         }
         if with.grad_sum {
             ds = ds.add(read(self.grad_sum, i, whole));
         }
         if with.dx {
-            write_block(ds, to.dx, (i, whole), fused, stream);
+            match &mut to.appended {
+                None => write_block(ds, to.dx, (i, whole), fused, stream),
+                Some([dx, ..]) => append_step([ds], dx, (i, whole), fused, len),
+            }
         }
         if with.dresidual {
-            write_block(ds, to.dresidual, (i, whole), fused, stream);
+            match &mut to.appended {
+                None => write_block(ds, to.dresidual, (i, whole), fused, stream),
+                Some([_, dresidual, _]) => append_step([ds], dresidual, (i, whole), fused, len),
+            }
         }
     }
 }
 
 /// [`Gradients`] of a batch and [`Sums`] of the one that comes next, block by block in one loop; see
 /// `Staggered` of the forward. e of a block of the next batch takes the place of what was just used.
-struct StaggeredGradients<'r, 'g, L, T: Element, const KIND: usize> {
+struct Staggered<'r, 'g, L, T: Element, const KIND: usize, const APPENDED: bool> {
     rows: &'r mut BackwardRows<'g, T>,
     batch: Batch,
     next: Batch,
     lanes: PhantomData<L>,
 }
 
-impl<L, T, const KIND: usize> Task for StaggeredGradients<'_, '_, L, T, KIND>
+type StaggeredRows<'r, 'g, L, T, const KIND: usize> = Staggered<'r, 'g, L, T, KIND, false>;
+type StaggeredAppended<'r, 'g, L, T, const KIND: usize> = Staggered<'r, 'g, L, T, KIND, true>;
+
+impl<L, T, const KIND: usize, const APPENDED: bool> Task for Staggered<'_, '_, L, T, KIND, APPENDED>
 where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
@@ -822,12 +873,21 @@ where
     fn run(self) -> u32 {
         let Self { rows, batch, next, .. } = self;
         let (with, stream, cuts) = (rows.with.known::<L, KIND>(), rows.stream, rows.cuts);
-        if const { !L::MANY_REGISTERS || KIND == USUAL } || with.center {
+        if const { !L::MANY_REGISTERS || KIND == USUAL || APPENDED && !<L::Line as Line>::ANY }
+            || with.center
+        {
             return 0; // never asked for
         }
         let zero = L::splat(Real::of(0.0));
         let fused = with.fused.is_some();
         let mut all_far = 0;
+        let [dx, _, dgate] = &mut rows.runs.outputs;
+        let (mut all_dx, mut all_dgate) = (dx.take_if(APPENDED), dgate.take_if(APPENDED));
+        let (at_dx, at_dgate) =
+            (stretch(&all_dx, rows.groups, batch), stretch(&all_dgate, rows.groups, batch));
+        let mut appended_dx = all_dx.appender::<L>(at_dx);
+        let mut appended_dgate = all_dgate.appender::<L>(at_dgate);
+        let mut no_dresidual = Appender::<L, T>::new(&mut []);
         for slot in 0..batch.len() {
             let (at, next) = (batch.one(slot), next.one(slot));
             let numbers = Numbers::<L>::new(rows.statistics[slot], rows.means[slot]);
@@ -849,8 +909,8 @@ where
                 let grad_sum = chunk.of(group.grad_sum, with.grad_sum);
                 let factor = chunk.registers::<L>(group.factor, chunk.start, true);
                 let gates = chunk.registers_mut::<L>(group.gates, chunk.kept, with.gate.is_some());
-                let dx = chunk.of_mut(group.dx, with.dx);
-                let dgate = chunk.of_mut(group.dgate, with.dgate);
+                let dx = chunk.of_mut(group.dx, with.dx && !APPENDED);
+                let dgate = chunk.of_mut(group.dgate, with.dgate && !APPENDED);
                 let dweight = chunk.registers_mut::<L>(group.dweight, chunk.start, with.dweight);
                 let next_grad = chunk.of(next_grad, true);
                 let next_x = chunk.of(next_x, true);
@@ -888,6 +948,11 @@ where
                         dgate,
                         dweight,
                         dbias: &mut [],
+                        appended: APPENDED.then_some([
+                            &mut appended_dx,
+                            &mut no_dresidual,
+                            &mut appended_dgate,
+                        ]),
                     };
                     from.write::<L>(with, kept, &numbers, to, (i, whole), (stream, cuts));
                 });
@@ -897,6 +962,12 @@ where
             if fused && <L as Memory<T>>::is_far(noted, SHORT_LIMIT) {
                 all_far |= 1 << slot;
             }
+        }
+        appended_dx.finish();
+        appended_dgate.finish();
+        if APPENDED {
+            let [dx, _, dgate] = &mut rows.runs.outputs;
+            (*dx, *dgate) = (all_dx, all_dgate);
         }
         all_far
     }

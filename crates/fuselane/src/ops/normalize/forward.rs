@@ -4,15 +4,16 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::groups::{
-    BATCH, Batch, Batches, CHUNK, Chunk, Each, Groups, LONG, USUAL, bits, blocks, enter,
-    for_each_group, for_each_span, fusible, gate_values, inside, kinds, lines_ahead, of_group,
-    of_group_mut, prefetch, prefetch_soon, read, scalar, short_gates, write, write_step,
+    BATCH, Batch, Batches, CHUNK, Chunk, Each, Groups, LONG, USUAL, append_step, appends,
+    appends_chunks, bits, blocks, enter, for_each_group, for_each_span, fusible, gate_values,
+    inside, kinds, lines_ahead, of_group, of_group_mut, prefetch, prefetch_soon, read, scalar,
+    short_gates, stretch, write, write_step,
 };
 use super::{GatePosition, Normalize};
 use crate::ops::act::Act;
 use crate::pool::Reals;
 use crate::rows::{Part, Runs};
-use crate::simd::{Kernel, Lanes, MAX_LANES, Math, Memory, SHORT_LIMIT, Task};
+use crate::simd::{Appender, Kernel, Lanes, Line, MAX_LANES, Math, Memory, SHORT_LIMIT, Task};
 use crate::{Element, Real};
 
 /// Where what is added to x comes from.
@@ -89,7 +90,8 @@ impl Kernel for Forward<'_> {
         let mut with = ForwardWith { fused, ..self.with };
         let kind = with.kind::<L>();
         let pairs = with == ForwardWith::RMS && groups.len * size_of::<T>() <= PAIR_ROW;
-        let in_turns = pairs && groups.count == 1 && groups.staggers::<L>();
+        let steps = groups.count == 1 && groups.len.is_multiple_of(PAIR_STEP);
+        let in_turns = pairs && steps && groups.staggers::<L>();
         let groups = Groups { in_turns, ..groups };
         if groups.len == 0 {
             while let Some(row) = self.part.next::<T>() {
@@ -286,19 +288,28 @@ impl<T: Element> ForwardRows<'_, T> {
     {
         let (kind, span) = (self.kind, &(0..self.groups.len));
         let rows = &mut *self;
-        if rows.groups.in_turns {
+        let appended = appends::<L, T>(&rows.runs.outputs[..1], (rows.groups, batch), rows.stream);
+        if rows.groups.in_turns && !appended {
             L::enter(StaggeredPairs::<L, T> { rows, batch, next, lanes: PhantomData });
             return 0;
         }
-        let far = enter!(L, kind, Staggered { rows, batch, next });
+        let far = if appended {
+            enter!(L, kind, StaggeredAppended { rows, batch, next })
+        } else {
+            enter!(L, kind, StaggeredRows { rows, batch, next })
+        };
         let post = self.with.gate == Some(GatePosition::Post);
+        if far != 0 {
+            // What was stored past the caches is stored again, and in part the ordinary way.
+            L::fence();
+        }
         for slot in bits(far) {
             // Anew, without the short form.
             let batch = if post { batch.one(slot) } else { next.one(slot) };
             self.gate_values::<L>(act, batch, span);
             let rows = &mut *self;
             if post {
-                enter!(L, USUAL, Output { rows, batch, span });
+                rows.output::<L>(USUAL, batch, span);
             } else {
                 let keeps_sum = true;
                 enter!(L, USUAL, First { rows, batch, span, keeps_sum });
@@ -361,6 +372,20 @@ impl<T: Element> ForwardRows<'_, T> {
         }
     }
 
+    /// Enters [`Output`].
+    #[inline(always)]
+    fn output<L>(&mut self, kind: usize, batch: Batch, span: &Range<usize>) -> u32
+    where
+        L: Math + Lanes<Real = T::Real> + Memory<T>,
+    {
+        let (rows, len) = (self, span.len().min(CHUNK * L::N));
+        if appends_chunks::<L, T>(&rows.runs.outputs[..1], (rows.groups, len), rows.stream) {
+            enter!(L, kind, OutputAppended { rows, batch, span })
+        } else {
+            enter!(L, kind, OutputRows { rows, batch, span })
+        }
+    }
+
     /// Writes the output; `far` as [`ForwardRows::first`] gave it.
     #[inline(always)]
     fn write<L>(&mut self, act: Act, batch: Batch, far: u32)
@@ -378,12 +403,16 @@ impl<T: Element> ForwardRows<'_, T> {
             let mut far = far;
             if far == 0 {
                 let (kind, rows) = (self.kind, &mut *self);
-                far = enter!(L, kind, Output { rows, batch, span });
+                far = rows.output::<L>(kind, batch, span);
             } else {
                 for slot in (0..batch.len()).filter(|slot| far >> slot & 1 == 0) {
                     let (kind, rows, batch) = (self.kind, &mut *self, batch.one(slot));
-                    enter!(L, kind, Output { rows, batch, span });
+                    rows.output::<L>(kind, batch, span);
                 }
+            }
+            if far != 0 {
+                // What was stored past the caches is stored again, and in part the ordinary way.
+                L::fence();
             }
             for slot in bits(far) {
                 let batch = batch.one(slot);
@@ -391,7 +420,7 @@ impl<T: Element> ForwardRows<'_, T> {
                     self.gate_values::<L>(act, batch, span);
                 }
                 let rows = &mut *self;
-                enter!(L, USUAL, Output { rows, batch, span });
+                rows.output::<L>(USUAL, batch, span);
             }
         });
     }
@@ -415,7 +444,8 @@ where
     #[inline(always)]
     fn run(self) -> u32 {
         let Self { rows, batch, span, .. } = self;
-        let (with, stream) = (rows.with.known::<L, KIND>(), rows.stream);
+        let with = rows.with.known::<L, KIND>();
+        let stream = rows.stream && rows.runs.outputs[1].streams();
         let keeps_sum = self.keeps_sum && rows.runs.outputs[1].len() > 0;
         let pre = with.gate == Some(GatePosition::Pre);
         let (fused, unfused) = (pre && with.fused.is_some(), pre && with.fused.is_none());
@@ -552,14 +582,17 @@ where
 
 /// Writes the output of a span of each group, and gives the slots, as bits, of those whose gates have
 /// arguments that are too large for a short form.
-struct Output<'r, 'g, L, T: Element, const KIND: usize> {
+struct Output<'r, 'g, L, T: Element, const KIND: usize, const APPENDED: bool> {
     rows: &'r mut ForwardRows<'g, T>,
     batch: Batch,
     span: &'r Range<usize>,
     lanes: PhantomData<L>,
 }
 
-impl<L, T, const KIND: usize> Task for Output<'_, '_, L, T, KIND>
+type OutputRows<'r, 'g, L, T, const KIND: usize> = Output<'r, 'g, L, T, KIND, false>;
+type OutputAppended<'r, 'g, L, T, const KIND: usize> = Output<'r, 'g, L, T, KIND, true>;
+
+impl<L, T, const KIND: usize, const APPENDED: bool> Task for Output<'_, '_, L, T, KIND, APPENDED>
 where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
@@ -569,6 +602,9 @@ where
     fn run(self) -> u32 {
         let Self { rows, batch, span, .. } = self;
         let (with, stream) = (rows.with.known::<L, KIND>(), rows.stream);
+        if const { APPENDED && !<L::Line as Line>::ANY } {
+            return 0; // never asked for
+        }
         let post = with.gate == Some(GatePosition::Post);
         let (fused, unfused) = (post && with.fused.is_some(), post && with.fused.is_none());
         let zero = L::splat(Real::of(0.0));
@@ -578,10 +614,15 @@ where
             let Statistics { near, rest, rstd, .. } = rows.found[slot];
             let (near, rest, scale) = (L::splat(near), L::splat(rest), L::splat(rstd));
             let group = rows.group(row, group, slot);
+            let (group_o, all_o) = match APPENDED {
+                true => (&mut [][..], &mut group.o[span.clone()]),
+                false => (group.o, &mut [][..]),
+            };
+            let mut appended = Appender::<L, T>::new(all_o);
             let mut noted = zero;
             for start in span.clone().step_by(CHUNK * L::N) {
                 let chunk = Chunk::new::<L>(start, group.x.len());
-                let (x, o) = (chunk.of(group.x, true), chunk.of_mut(group.o, true));
+                let (x, o) = (chunk.of(group.x, true), chunk.of_mut(group_o, !APPENDED));
                 let gate = with.gate.is_some() && (post || with.fused.is_none());
                 let gate = chunk.of(group.gate, gate);
                 let kept = chunk.registers::<L>(group.p, chunk.kept, with.keeps_p());
@@ -598,9 +639,14 @@ where
                     let inputs = OutputInputs { gate, gates, factor, bias };
                     *y = inputs.output::<L>(with, q.mul(scale), (i, whole), &mut noted);
                 } then {
-                    write_step([a, b], o, (i, whole), with.fused.is_some(), stream);
+                    if APPENDED {
+                        append_step([a, b], &mut appended, (i, whole), with.fused.is_some(), chunk.len);
+                    } else {
+                        write_step([a, b], o, (i, whole), with.fused.is_some(), stream);
+                    }
                 });
             }
+            appended.finish();
             if fused && L::is_far(noted, SHORT_LIMIT) {
                 all_far |= 1 << slot;
             }
@@ -646,14 +692,17 @@ impl<T: Element> OutputInputs<'_, T> {
 /// instead of 2.7 from the last-level cache, and 3.2 instead of 3.8 from memory.) The sums are those of
 /// [`First`], in the same order. p of a block of the next batch takes the place of what was just used.
 /// Gives the slots, as bits, of those whose gates have arguments that are too large for a short form.
-struct Staggered<'r, 'g, L, T: Element, const KIND: usize> {
+struct Staggered<'r, 'g, L, T: Element, const KIND: usize, const APPENDED: bool> {
     rows: &'r mut ForwardRows<'g, T>,
     batch: Batch,
     next: Batch,
     lanes: PhantomData<L>,
 }
 
-impl<L, T, const KIND: usize> Task for Staggered<'_, '_, L, T, KIND>
+type StaggeredRows<'r, 'g, L, T, const KIND: usize> = Staggered<'r, 'g, L, T, KIND, false>;
+type StaggeredAppended<'r, 'g, L, T, const KIND: usize> = Staggered<'r, 'g, L, T, KIND, true>;
+
+impl<L, T, const KIND: usize, const APPENDED: bool> Task for Staggered<'_, '_, L, T, KIND, APPENDED>
 where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
@@ -663,14 +712,20 @@ where
     fn run(self) -> u32 {
         let Self { rows, batch, next, .. } = self;
         let (with, stream) = (rows.with.known::<L, KIND>(), rows.stream);
-        if const { !L::MANY_REGISTERS || KIND == USUAL } || with.center {
+        if const { !L::MANY_REGISTERS || KIND == USUAL || APPENDED && !<L::Line as Line>::ANY }
+            || with.center
+        {
             return 0; // never asked for
         }
         let keeps_sum = rows.runs.outputs[1].len() > 0;
+        let stream_sum = stream && rows.runs.outputs[1].streams();
         let post = with.gate == Some(GatePosition::Post);
         let fused = !post && with.fused.is_some();
         let zero = L::splat(Real::of(0.0));
         let mut all_far = 0;
+        let [o, sum] = &mut rows.runs.outputs;
+        let place = stretch(o, rows.groups, batch);
+        let (mut o, mut appended) = o.or_appender::<L>(APPENDED, place);
         for slot in 0..batch.len() {
             let (at, next) = (batch.one(slot), next.one(slot));
             let scale = L::splat(rows.found[slot].rstd);
@@ -680,8 +735,7 @@ where
             let gate_row = if post { at } else { next };
             let gate = of_group(gate.row(gate_row.rows.0), of(gate_row));
             let (group_x, next_x) = (&x.row(at.rows.0)[of(at)], &x.row(next.rows.0)[of(next)]);
-            let [o, sum] = &mut rows.runs.outputs;
-            let group_o = &mut o.row(at.rows.0)[of(at)];
+            let group_o = of_group_mut(o.row(at.rows.0), of(at));
             let next_sum = of_group_mut(sum.row(next.rows.0), of(next));
             let handed_on = slot * rows.groups.handed_on()..(slot + 1) * rows.groups.handed_on();
             let (group_p, registers) =
@@ -691,7 +745,7 @@ where
             let (mut noted, mut sum_of_all) = (zero, 0.0);
             for start in (0..group_x.len()).step_by(CHUNK * L::N) {
                 let chunk = Chunk::new::<L>(start, group_x.len());
-                let (x, o) = (chunk.of(group_x, true), chunk.of_mut(group_o, true));
+                let (x, o) = (chunk.of(group_x, true), chunk.of_mut(group_o, !APPENDED));
                 let next_x = chunk.of(next_x, true);
                 let residual = chunk.of(next_residual, with.added == Added::Input);
                 let sum = chunk.of_mut(next_sum, keeps_sum || with.added == Added::InPlace);
@@ -712,14 +766,20 @@ where
                     let inputs = OutputInputs { gate, gates: &[], factor, bias };
                     at.0 = inputs.output::<L>(with, p.mul(scale), (i, whole), &mut noted);
                     let inputs = FirstInputs { x: next_x, residual, gate, gates: &[] };
-                    let p = inputs.p::<L>(with, (sum, keeps_sum), (i, whole), &mut noted, stream);
+                    let kept_sum = (&mut *sum, keeps_sum);
+                    let p = inputs.p::<L>(with, kept_sum, (i, whole), &mut noted, stream_sum);
                     if with.keeps_p() {
                         p.set(kept, i);
                     }
                     let total = if fused { &mut one } else { &mut at.1 };
                     *total = p.mul_add(p, *total);
                 } then {
-                    write_step([a.0, b.0, c.0, d.0], o, (i, whole), with.fused.is_some(), stream);
+                    let (blocks, nearly) = ([a.0, b.0, c.0, d.0], with.fused.is_some());
+                    if APPENDED {
+                        append_step(blocks, &mut appended, (i, whole), nearly, chunk.len);
+                    } else {
+                        write_step(blocks, o, (i, whole), nearly, stream);
+                    }
                 });
                 let total = if fused { one } else { a.1.add(b.1).add(c.1.add(d.1)) };
                 sum_of_all += total.reduce_add().to_f64();
@@ -729,6 +789,7 @@ where
                 all_far |= 1 << slot;
             }
         }
+        appended.finish();
         all_far
     }
 }

@@ -797,6 +797,8 @@ fn rows_alone_are_what_they_are_among_others() -> Result<()> {
     for isa in Isa::available() {
         for (rows, groups, len) in
             [(5, 4, 1024), (3, 5, 704), (9, 3, 128), (70, 2, 64), (67, 1, 192), (4, 2, 30)]
+                .into_iter()
+                .chain([(5, 4, 1023), (9, 3, 127), (70, 2, 65), (67, 1, 193), (70, 3, 17)])
         {
             for kind in 0..7 {
                 let norm = Normalize {

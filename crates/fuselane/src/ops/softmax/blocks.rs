@@ -1,7 +1,7 @@
 //! What softmax over either dimension shares: how rows are read and written block by block, and what a
 //! block comes to.
 
-use crate::simd::{Lanes, MAX_LANES, Memory};
+use crate::simd::{Appender, Lanes, MAX_LANES, Memory};
 use crate::{Element, Real};
 
 /// Runs `$body` for each block of a range: first the whole ones, in a loop that calls nothing, so
@@ -59,14 +59,54 @@ macro_rules! steps {
 /// Blocks that are written together.
 pub(super) const BLOCKS: usize = STEP / MAX_LANES;
 
-/// As [`steps`], for a loop that gives a block for each of `$row`: rounds it by
+/// Where a row is written to.
+pub(super) enum To<'r, 'a, L: Memory<T>, T: Element<Real = L::Real>> {
+    /// To itself, and whether past the caches.
+    Row(&'r mut [T], bool),
+    /// To what it is appended to.
+    Appender(&'r mut Appender<'a, L, T>),
+}
+
+impl<L, T> To<'_, '_, L, T>
+where
+    T: Element,
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    /// Writes blocks from `start` of step `k` on.
+    #[inline(always)]
+    pub(super) fn write_blocks(&mut self, blocks: [L::Packed; BLOCKS], k: usize, start: usize) {
+        match self {
+            Self::Row(row, stream) => {
+                L::write_packed(blocks, &mut row.as_chunks_mut::<STEP>().0[k], start, *stream);
+            }
+            Self::Appender(appender) => {
+                for b in 0..BLOCKS {
+                    appender.block(blocks[b], (start + b * L::N, true), STEP);
+                }
+            }
+        }
+    }
+
+    /// Writes the block at `i` of a row of `len` elements, rounded by [`Memory::nearest`].
+    #[inline(always)]
+    pub(super) fn write<const WHOLE: bool>(&mut self, block: L, i: usize, len: usize) {
+        match self {
+            Self::Row(row, stream) => write_nearest::<L, T, WHOLE>(block, row, i, *stream),
+            Self::Appender(appender) => {
+                appender.block(block.nearest().pack_exact(), (i, false), len);
+            }
+        }
+    }
+}
+
+/// As [`steps`], for a loop that gives a block for each of the `$len` elements of a row: rounds it by
 /// [`Memory::nearest`] and writes it.
 macro_rules! write_steps {
-    ($L:ident, $T:ident to $row:ident, [$($a:ident),*], $stream:expr, ($i:ident, $WHOLE:ident) => $value:expr) => {{
-        let (len, stream): (usize, bool) = ($row.len(), $stream);
+    ($L:ident, $T:ident to $to:expr, $len:expr, [$($a:ident),*], ($i:ident, $WHOLE:ident) => $value:expr) => {{
+        let len: usize = $len;
+        let mut to: To<'_, '_, $L, $T> = $to;
         for k in 0..len / STEP {
             $(let $a = &$a.as_chunks::<STEP>().0[k];)*
-            let row = &mut $row.as_chunks_mut::<STEP>().0[k];
             for start in (0..STEP).step_by(BLOCKS * $L::N) {
                 const $WHOLE: bool = true;
                 let zero = $L::splat(Real::of(0.0));
@@ -76,24 +116,23 @@ macro_rules! write_steps {
                     let value: $L = $value;
                     blocks[b] = <$L as Memory<$T>>::pack_exact(<$L as Memory<$T>>::nearest(value));
                 }
-                <$L as Memory<$T>>::write_packed(blocks, row, start, stream);
+                to.write_blocks(blocks, k, start);
             }
         }
         let (done, whole) = (len / STEP * STEP, len / $L::N * $L::N);
         if done < whole {
             $(let $a = &$a[done..];)*
-            let row = &mut $row[done..];
             for $i in (0..whole - done).step_by($L::N) {
                 const $WHOLE: bool = true;
                 let value: $L = $value;
-                write_nearest::<$L, $T, $WHOLE>(value, row, $i, stream);
+                to.write::<$WHOLE>(value, done + $i, len);
             }
         }
         if whole < len {
             const $WHOLE: bool = false;
             let $i = whole;
             let value: $L = $value;
-            write_nearest::<$L, $T, $WHOLE>(value, $row, $i, stream);
+            to.write::<$WHOLE>(value, $i, len);
         }
     }};
 }

@@ -4,7 +4,8 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::blocks::{
-    BLOCKS, STEP, blocks, logarithm, pull_back, read, write_nearest, write_steps, zero_where_zero,
+    BLOCKS, STEP, To, blocks, logarithm, pull_back, read, write_nearest, write_steps,
+    zero_where_zero,
 };
 use super::{LINE, NEAR, Task};
 use crate::rows::{Run, RunMut};
@@ -431,7 +432,7 @@ where
                     write_nearest::<L, T, false>(result, o, i, stream);
                 }
             } else {
-                write_steps!(L, T to o, [x, scales], stream, (i, WHOLE) => {
+                write_steps!(L, T to To::Row(o, stream), o.len(), [x, scales], (i, WHOLE) => {
                     let x: L = read::<L, T, WHOLE>(x, i, Real::of(0.0));
                     let e = if WHOLE { x.exp_for_store::<true>() } else { x.exp_for_store::<false>() };
                     e.mul(L::get(scales, i))
@@ -589,7 +590,7 @@ where
                 }
                 continue;
             }
-            write_steps!(L, T to dx, [o, grad, totals], stream, (i, WHOLE) => {
+            write_steps!(L, T to To::Row(dx, stream), dx.len(), [o, grad, totals], (i, WHOLE) => {
                 let o: L = read::<L, T, WHOLE>(o, i, zero);
                 let grad = read::<L, T, WHOLE>(grad, i, zero);
                 let o = if LOG { o.exp() } else { o };

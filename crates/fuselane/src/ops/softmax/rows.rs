@@ -3,13 +3,13 @@
 use std::marker::PhantomData;
 
 use super::blocks::{
-    BLOCKS, STEP, blocks, logarithm, pull_back, read, steps, write_nearest, write_steps,
+    BLOCKS, STEP, To, blocks, logarithm, pull_back, read, steps, write_nearest, write_steps,
     zero_where_zero,
 };
 use super::{LINE, NEAR, Task};
 use crate::rows::{Run, RunMut, Stage, Unstage};
 use crate::scratch::Scratch;
-use crate::simd::{self, Lanes, MAX_LANES, Math, Memory};
+use crate::simd::{self, Lanes, Line, MAX_LANES, Math, Memory};
 use crate::{Element, Real};
 
 /// Blocks of a row that are summed as lanes.
@@ -238,7 +238,7 @@ where
 }
 
 /// Writes rows of scratch, each times its scale.
-struct ScaleRows<'a, 'r, L, T: Element> {
+struct ScaleRows<'a, 'r, L, T: Element, const APPENDED: bool> {
     scratch: &'a [T::Real],
     room: usize,
     scales: &'a [T::Real; BATCH],
@@ -248,7 +248,22 @@ struct ScaleRows<'a, 'r, L, T: Element> {
     lanes: PhantomData<L>,
 }
 
-impl<L, T> simd::Task for ScaleRows<'_, '_, L, T>
+impl<'a, 'r, L, T: Element> ScaleRows<'a, 'r, L, T, false>
+where
+    L: Lanes<Real = T::Real> + Memory<T>,
+{
+    /// Enters this task, or the one that appends row to row.
+    #[inline(always)]
+    fn enter(self) {
+        if !self.o.appends::<L>(self.stream) {
+            return L::enter(self);
+        }
+        let Self { scratch, room, scales, o, rows, stream, lanes } = self;
+        L::enter(ScaleRows::<_, _, true> { scratch, room, scales, o, rows, stream, lanes });
+    }
+}
+
+impl<L, T, const APPENDED: bool> simd::Task for ScaleRows<'_, '_, L, T, APPENDED>
 where
     T: Element,
     L: Lanes<Real = T::Real> + Memory<T>,
@@ -257,17 +272,27 @@ where
     #[inline(always)]
     fn run(self) {
         let Self { scratch, room, scales, o, rows, stream, .. } = self;
-        for (r, &scale) in scales[..rows].iter().enumerate() {
-            let (row, exps, scale) = (o.row(r), &scratch[r * room..][..room], L::splat(scale));
-            write_steps!(L, T to row, [exps], stream, (i, _WHOLE) => L::get(exps, i).mul(scale));
+        if const { APPENDED && !<L::Line as Line>::ANY } {
+            return; // never asked for
         }
+        let len = o.len();
+        let (mut o, mut appender) = o.or_appender::<L>(APPENDED, (0, rows * len));
+        for (r, &scale) in scales[..rows].iter().enumerate() {
+            let (exps, scale) = (&scratch[r * room..][..room], L::splat(scale));
+            let to = match APPENDED {
+                true => To::Appender(&mut appender),
+                false => To::Row(o.row(r), stream),
+            };
+            write_steps!(L, T to to, len, [exps], (i, _WHOLE) => L::get(exps, i).mul(scale));
+        }
+        appender.finish();
     }
 }
 
 /// [`NearExpSums`] of some rows and, in turns with it, [`ScaleRows`] of those before them, of which there
 /// are at least as many: so memory is read and written at once, and neither waits for the other. For
-/// rows of whole blocks, at most [`CHUNK`] of them.
-struct ExpAndScaleRows<'a, 'r, L, T: Element> {
+/// rows of at most [`CHUNK`] whole blocks; their ends are left out, as in [`NearExpSums`].
+struct ExpAndScaleRows<'a, 'r, L, T: Element, const APPENDED: bool> {
     x: &'a Run<'r, T>,
     rows: usize,
     scratch: &'a mut [T::Real],
@@ -281,7 +306,7 @@ struct ExpAndScaleRows<'a, 'r, L, T: Element> {
     lanes: PhantomData<L>,
 }
 
-impl<L, T> simd::Task for ExpAndScaleRows<'_, '_, L, T>
+impl<L, T, const APPENDED: bool> simd::Task for ExpAndScaleRows<'_, '_, L, T, APPENDED>
 where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
@@ -290,19 +315,26 @@ where
     #[inline(always)]
     fn run(self) -> bool {
         let Self { x, rows, scratch, room, sums, before, scales, o, stream, .. } = self;
+        if const { APPENDED && !<L::Line as Line>::ANY } {
+            return false; // never asked for
+        }
         let (zero, len, ahead) = (L::splat(Real::of(0.0)), x.len(), AHEAD_IN_TURNS * x.ahead());
-        let done = len / STEP * STEP;
+        let (done, whole) = (len / STEP * STEP, len / L::N * L::N);
         assert!(rows <= scales.len());
+        let (mut o, mut appender) = o.or_appender::<L>(APPENDED, (0, rows * len));
         let (mut noted, mut lanes) = (zero, [zero; BATCH]);
         for (r, (sum, &scale)) in lanes[..rows].iter_mut().zip(scales).enumerate() {
-            let (row, exps) = (&x.row(r)[..len], &mut scratch[r * room..][..len]);
-            let (to, kept, scale) = (o.row(r), &before[r * room..][..len], L::splat(scale));
+            let (row, exps) = (&x.row(r)[..len], &mut scratch[r * room..][..room]);
+            let (kept, scale) = (&before[r * room..][..room], L::splat(scale));
+            let mut to = match APPENDED {
+                true => To::Appender(&mut appender),
+                false => To::Row(o.row(r), stream),
+            };
             let mut total = zero;
             for k in 0..len / STEP {
                 let x = &row.as_chunks::<STEP>().0[k];
                 let exps = &mut exps.as_chunks_mut::<STEP>().0[k];
                 let kept = &kept.as_chunks::<STEP>().0[k];
-                let to = &mut to.as_chunks_mut::<STEP>().0[k];
                 let next = x.as_ptr().wrapping_byte_offset(ahead);
                 for line in (0..STEP * size_of::<T>()).step_by(LINE) {
                     L::prefetch(next.wrapping_byte_add(line));
@@ -318,19 +350,22 @@ where
                         let result: L = L::get(kept, i).mul(scale);
                         blocks[b] = <L as Memory<T>>::pack_exact(result.nearest());
                     }
-                    <L as Memory<T>>::write_packed(blocks, to, start, stream);
+                    to.write_blocks(blocks, k, start);
                 }
             }
-            for i in (done..len).step_by(L::N) {
+            for i in (done..whole).step_by(L::N) {
                 let e = L::read_whole(row, i).exp_for_store::<true>();
                 noted = L::note(row, i, noted);
                 e.set(exps, i);
                 total = total.add(e);
-                let result: L = L::get(kept, i).mul(scale);
-                write_nearest::<L, T, true>(result, to, i, stream);
+                to.write::<true>(L::get(kept, i).mul(scale), i, len);
+            }
+            if whole < len {
+                to.write::<false>(L::get(kept, whole).mul(scale), whole, len);
             }
             *sum = total;
         }
+        appender.finish();
         store_sums(&lanes, &mut sums[..rows]);
         L::is_far(noted, NEAR)
     }
@@ -349,7 +384,7 @@ const TURNS: usize = 64;
 #[inline(always)]
 fn go_in_turns<L: Math>(n: usize) -> bool {
     let many = L::HAS_SHORT && L::MANY_REGISTERS;
-    many && n.is_multiple_of(L::N) && (STEP..=CHUNK * L::N).contains(&n)
+    many && (STEP..=CHUNK * L::N).contains(&n)
 }
 
 /// Softmax of rows in turns; `scratch` is for two batches.
@@ -364,37 +399,47 @@ fn forward_in_turns<L, T>(
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
 {
-    let (room, batch, lanes) = (x.len(), batch(x.len()), PhantomData::<L>);
+    let (n, lanes) = (x.len(), PhantomData::<L>);
+    let (room, batch, appended) = (n.next_multiple_of(L::N), batch(n), o.appends::<L>(stream));
     let (mut scales, mut sums) = ([Real::of(0.0); BATCH], [0.0; BATCH]);
     let (mut now, mut before) = scratch.split_at_mut(batch * room);
     let (mut start, mut kept) = (0, 0);
     while start < rows {
         let count = batch.min(rows - start);
         let (x, rows, scratch, sums) = (&x.part(start, count), count, &mut *now, &mut sums);
-        let far = if kept == 0 {
+        let mut far = if kept == 0 {
             L::enter(NearExpSums::<_, _, false> { x, rows, scratch, room, sums, lanes })
         } else {
             let (o, before, scales) = (&mut o.part(start - kept, kept), &*before, &scales[..kept]);
-            L::enter(ExpAndScaleRows {
-                x,
-                rows,
-                scratch,
-                room,
-                sums,
-                before,
-                scales,
-                o,
-                stream,
-                lanes,
-            })
+            macro_rules! enter {
+                ($APPENDED:literal) => {
+                    L::enter(ExpAndScaleRows::<_, _, $APPENDED> {
+                        x,
+                        rows,
+                        scratch,
+                        room,
+                        sums,
+                        before,
+                        scales,
+                        o,
+                        stream,
+                        lanes,
+                    })
+                };
+            }
+            if appended { enter!(true) } else { enter!(false) }
         };
+        if !n.is_multiple_of(L::N) {
+            let scratch = &mut *now;
+            far |= L::enter(NearExpSums::<_, _, true> { x, rows, scratch, room, sums, lanes });
+        }
         finish_near_exp_sums::<L, T>(far, x, now, room, &mut sums[..count]);
         if count < kept {
             let (rest, o) = (kept - count, &mut o.part(start - kept + count, kept - count));
             let (scratch, mut left) = (&before[count * room..], [Real::of(0.0); BATCH]);
             left[..rest].copy_from_slice(&scales[count..kept]);
             let (scales, rows) = (&left, rest);
-            L::enter(ScaleRows::<L, T> { scratch, room, scales, o, rows, stream, lanes });
+            ScaleRows::<L, T, false> { scratch, room, scales, o, rows, stream, lanes }.enter();
         }
         for (scale, &sum) in scales.iter_mut().zip(&sums[..count]) {
             *scale = inverse(sum, zero_masked);
@@ -403,7 +448,7 @@ fn forward_in_turns<L, T>(
         (start, kept) = (start + count, count);
     }
     let (o, scratch, scales, rows) = (&mut o.part(rows - kept, kept), &*before, &scales, kept);
-    L::enter(ScaleRows::<L, T> { scratch, room, scales, o, rows, stream, lanes });
+    ScaleRows::<L, T, false> { scratch, room, scales, o, rows, stream, lanes }.enter();
 }
 
 /// Block `i` of exp(x - shift), as [`exp_sum`] kept it or computed again.
@@ -448,9 +493,10 @@ where
     let most = if in_turns { TURNS * batch } else { batch };
     while let Some(runs) = task.part.next_run::<T>(most) {
         let ([all_x], [mut all_o]) = (runs.inputs, runs.outputs);
-        // Rows that cannot be stored past the caches as they are go through a stage.
-        if in_turns && (!task.stream || all_o.streams()) {
-            let (rows, options) = (runs.rows, (zero_masked, task.stream));
+        // Rows that can neither be stored past the caches as they are nor be appended may go through a stage.
+        let stream = task.stream;
+        if in_turns && (!stream || all_o.streams() || all_o.appends::<L>(stream)) {
+            let (rows, options) = (runs.rows, (zero_masked, stream));
             forward_in_turns::<L, T>(&all_x, &mut all_o, rows, scratch, options);
             continue;
         }
@@ -482,29 +528,17 @@ where
                 *scale = if LOG { logarithm(sum, zero_masked) } else { inverse(sum, zero_masked) };
             }
             if KEPT && L::HAS_SHORT {
-                let (rows, scales, stream) = (rows, &scales, task.stream);
-                let (o, lanes) = (&mut o, PhantomData);
-                match if stream { stage.of(o) } else { None } {
-                    None => L::enter(ScaleRows::<L, T> {
-                        scratch,
-                        room,
-                        scales,
-                        o,
-                        rows,
-                        stream,
-                        lanes,
-                    }),
+                let (scales, o, lanes) = (&scales, &mut o, PhantomData::<L>);
+                let staged = stream && !o.appends::<L>(stream);
+                match if staged { stage.of(o) } else { None } {
+                    None => {
+                        ScaleRows::<L, T, false> { scratch, room, scales, o, rows, stream, lanes }
+                            .enter();
+                    }
                     Some(mut staged) => {
                         let (o, stream, to) = (&mut staged, false, o);
-                        L::enter(ScaleRows::<L, T> {
-                            scratch,
-                            room,
-                            scales,
-                            o,
-                            rows,
-                            stream,
-                            lanes,
-                        });
+                        ScaleRows::<L, T, false> { scratch, room, scales, o, rows, stream, lanes }
+                            .enter();
                         L::enter(Unstage::<L, T> { from: staged, to, lanes });
                     }
                 }
@@ -625,7 +659,7 @@ where
     while let Some(runs) = task.part.next_run::<T>(if short { usize::MAX } else { batch }) {
         let ([all_o, all_grad], [mut all_dx]) = (runs.inputs, runs.outputs);
         let (options, lanes) = ((zero_masked, stream), PhantomData::<L>);
-        // Rows that cannot be stored past the caches as they are go through a stage.
+        // Rows that cannot be stored past the caches as they are, are appended or go through a stage.
         if short && (!stream || all_dx.streams()) {
             let (o, grad, dx, rows) = (&all_o, &all_grad, &mut all_dx, runs.rows);
             match n / L::N {
@@ -639,19 +673,10 @@ where
             let (o, grad) = (&all_o.part(start, rows), &all_grad.part(start, rows));
             let (dx, totals) = (&mut all_dx.part(start, rows), &mut totals);
             L::enter(RowTotals::<L, T, LOG> { o, grad, rows, totals, lanes });
-            match if stream { stage.of(dx) } else { None } {
-                None => L::enter(RowGradients::<L, T, LOG> {
-                    o,
-                    grad,
-                    dx,
-                    rows,
-                    totals,
-                    options,
-                    lanes,
-                }),
-                Some(mut staged) => {
-                    let (dx, options, to) = (&mut staged, (zero_masked, false), dx);
-                    L::enter(RowGradients::<L, T, LOG> {
+            macro_rules! enter {
+                ($APPENDED:literal, $dx:ident, $options:ident) => {{
+                    let (dx, options) = ($dx, $options);
+                    L::enter(RowGradients::<L, T, LOG, $APPENDED> {
                         o,
                         grad,
                         dx,
@@ -659,8 +684,19 @@ where
                         totals,
                         options,
                         lanes,
-                    });
-                    L::enter(Unstage::<L, T> { from: staged, to, lanes });
+                    })
+                }};
+            }
+            if !LOG && dx.appends::<L>(stream) {
+                enter!(true, dx, options);
+                continue;
+            }
+            match if stream { stage.of(dx) } else { None } {
+                None => enter!(false, dx, options),
+                Some(mut staged) => {
+                    let (to_stage, unstreamed) = (&mut staged, (zero_masked, false));
+                    enter!(false, to_stage, unstreamed);
+                    L::enter(Unstage::<L, T> { from: staged, to: dx, lanes });
                 }
             }
         }
@@ -750,7 +786,7 @@ where
 }
 
 /// The gradients, from [`RowTotals`].
-struct RowGradients<'a, 'r, L, T: Element, const LOG: bool> {
+struct RowGradients<'a, 'r, L, T: Element, const LOG: bool, const APPENDED: bool> {
     o: &'a Run<'r, T>,
     grad: &'a Run<'r, T>,
     dx: &'a mut RunMut<'r, T>,
@@ -761,7 +797,8 @@ struct RowGradients<'a, 'r, L, T: Element, const LOG: bool> {
     lanes: PhantomData<L>,
 }
 
-impl<L, T, const LOG: bool> simd::Task for RowGradients<'_, '_, L, T, LOG>
+impl<L, T, const LOG: bool, const APPENDED: bool> simd::Task
+    for RowGradients<'_, '_, L, T, LOG, APPENDED>
 where
     T: Element,
     L: Math + Lanes<Real = T::Real> + Memory<T>,
@@ -770,17 +807,25 @@ where
     #[inline(always)]
     fn run(self) {
         let Self { o, grad, dx, rows, totals, options: (zero_masked, stream), .. } = self;
-        let zero = Real::of(0.0);
+        if const { APPENDED && (LOG || !<L::Line as Line>::ANY) } {
+            return; // never asked for
+        }
+        let (zero, len) = (Real::of(0.0), dx.len());
+        let (mut dx, mut appender) = dx.or_appender::<L>(APPENDED, (0, rows * len));
         // The other pass asks for the outputs: so both keep the memory busy.
         let ahead = grad.ahead();
         for (r, &total) in totals[..rows].iter().enumerate() {
-            let (o, grad, dx) = (o.row(r), grad.row(r), dx.row(r));
+            let (o, grad) = (o.row(r), grad.row(r));
             if LOG && zero_masked && is_masked::<L, T>(o) {
-                dx.fill(T::default());
+                dx.row(r).fill(T::default());
                 continue;
             }
             let total = L::splat(total);
-            write_steps!(L, T to dx, [o, grad], stream, (i, WHOLE) => {
+            let to = match APPENDED {
+                true => To::Appender(&mut appender),
+                false => To::Row(dx.row(r), stream),
+            };
+            write_steps!(L, T to to, len, [o, grad], (i, WHOLE) => {
                 L::prefetch(grad.as_ptr().wrapping_add(i).wrapping_byte_offset(ahead));
                 let o: L = read::<L, T, WHOLE>(o, i, zero);
                 let grad = read::<L, T, WHOLE>(grad, i, zero);
@@ -790,6 +835,7 @@ where
                 if !LOG && zero_masked { zero_where_zero(o, result) } else { result }
             });
         }
+        appender.finish();
     }
 }
 
