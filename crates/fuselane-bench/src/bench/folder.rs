@@ -166,8 +166,14 @@ fn done(records: &[Record]) -> HashSet<(String, usize, String, Alloc)> {
 /// Writes a file so that it is there whole or not at all.
 fn write_whole(path: &Path, text: &str) -> Result<(), String> {
     let part = path.with_extension("part");
-    let written = fs::write(&part, text).and_then(|()| fs::rename(&part, path));
-    written.map_err(|error| {
+    // On the disk before it has its name: else a crash could leave the name without the text.
+    let write = || {
+        let mut file = File::create(&part)?;
+        file.write_all(text.as_bytes())?;
+        file.sync_all()?;
+        fs::rename(&part, path)
+    };
+    write().map_err(|error: std::io::Error| {
         let _ = fs::remove_file(&part);
         format!("cannot write {}: {error}", path.display())
     })
