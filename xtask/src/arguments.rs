@@ -1,5 +1,7 @@
 //! The command line.
 
+use crate::install::Tool;
+
 /// What `--help` prints.
 pub(crate) const USAGE: &str = "\
 Usage: cargo xtask <COMMAND>
@@ -8,23 +10,24 @@ Commands:
   test [--large]  Run every test of the workspace: the Rust tests, those in the
                   documentation, the examples, `fuselane check`, and the Python
                   tests, those of the Python package with the wheel of it.
-                  Installs what they need where it is missing: Chromium (Debian,
-                  as root), and PyTorch, JAX and others in a cache folder (about
-                  3 GB, once).
+                  Installs what they need where it is missing, see below.
                   --large adds the tests of tensors above 2^31 elements; they
                   need tens of gigabytes of memory.
   test --gpu      Only the GPU crate: clippy, documentation and all of its tests, on
                   the GPU that is there, or else on a program that behaves like
-                  one, lavapipe, which is installed where it is missing (Debian,
-                  as root). Builds into the cache folder: minutes, once.
+                  one. Builds into the cache folder: minutes, once.
   test --cuda-compile
                   Only the sources of the GPU kernels: written in all languages, and
-                  compiled with NVIDIA's NVRTC, which is installed in the cache
-                  folder (about 100 MB, once). Needs no GPU.
+                  compiled with NVIDIA's NVRTC. Needs no GPU.
   wheel           Build the Python package and print the path of its wheel, in
                   target/wheels. Installs maturin in the target folder.
   ci              What has to pass before a merge: formatting, clippy,
-                  documentation, then `test`, and both of the above.
+                  documentation, then `test`, `test --gpu` and `test --cuda-compile`.
+  install TOOL... Install what is missing of these, as the tests do by themselves:
+                  browser (Chromium) and driver (lavapipe, for Vulkan without a
+                  GPU), on Debian as root; libraries (PyTorch, JAX and others,
+                  about 3 GB; after `cargo build --release`) and nvrtc (about
+                  100 MB), in the cache folder.
 
 Options:
   -h, --help      Print this.
@@ -46,6 +49,7 @@ pub(crate) enum Command {
     },
     Wheel,
     Ci,
+    Install(Vec<Tool>),
 }
 
 /// Reads the arguments after the program's name.
@@ -59,6 +63,8 @@ pub(crate) fn parse(arguments: impl Iterator<Item = String>) -> Result<Command, 
         "test" => Command::Test { large: false },
         "wheel" => Command::Wheel,
         "ci" => Command::Ci,
+        "install" if rest.is_empty() => return Err("`install` needs a tool".to_owned()),
+        "install" => Command::Install(Vec::new()),
         _ => return Err(format!("unknown command `{name}`")),
     };
     for argument in rest {
@@ -77,6 +83,10 @@ pub(crate) fn parse(arguments: impl Iterator<Item = String>) -> Result<Command, 
                 "--large" | "--gpu" | "--cuda-compile",
             ) => {
                 return Err("--large does not go with --gpu and --cuda-compile".to_owned());
+            }
+            (Command::Install(tools), _) => {
+                let tool = Tool::ALL.into_iter().find(|tool| tool.name() == argument);
+                tools.push(tool.ok_or_else(|| format!("unknown tool `{argument}`"))?);
             }
             _ => return Err(format!("unknown argument `{argument}` of `{name}`")),
         }
@@ -102,6 +112,8 @@ mod tests {
         assert_eq!(parse_line("test --cuda-compile --gpu"), gpu(true, true));
         assert_eq!(parse_line("wheel"), Ok(Command::Wheel));
         assert_eq!(parse_line("ci"), Ok(Command::Ci));
+        let line = "install nvrtc browser";
+        assert_eq!(parse_line(line), Ok(Command::Install(vec![Tool::Nvrtc, Tool::Browser])));
     }
 
     #[test]
@@ -125,6 +137,8 @@ mod tests {
             ("ci --gpu", "`--gpu`"),
             ("ci --large", "`--large`"),
             ("ci test", "`test`"),
+            ("install", "needs a tool"),
+            ("install gpu", "`gpu`"),
         ] {
             let message = parse_line(line).unwrap_err();
             assert!(message.contains(part), "{line:?} gave {message:?}");
@@ -133,8 +147,13 @@ mod tests {
 
     #[test]
     fn usage_names_every_command() {
-        for name in ["test [--large]", "--gpu", "--cuda-compile", "wheel ", "ci ", "--help"] {
+        for name in
+            ["test [--large]", "--gpu", "--cuda-compile", "wheel ", "ci ", "install ", "--help"]
+        {
             assert!(USAGE.contains(name), "{name}");
+        }
+        for tool in Tool::ALL {
+            assert!(USAGE.contains(&format!("{} (", tool.name())), "{tool:?}");
         }
     }
 }

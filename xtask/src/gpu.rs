@@ -9,9 +9,9 @@
 //! all of them: a checkout's own crates are compiled for it.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use crate::folders::cache;
+use crate::install::apt_install;
 use crate::python;
 
 /// NVRTC and CUDA's header files.
@@ -22,10 +22,6 @@ const NVRTC_VARIABLE: &str = "FUSELANE_NVRTC";
 
 /// Where drivers of Vulkan tell of themselves.
 const DRIVERS: [&str; 2] = ["/usr/share/vulkan/icd.d", "/etc/vulkan/icd.d"];
-
-/// Debian's and Ubuntu's way.
-const INSTALL: &str = "\
-    apt-get update -qq && apt-get install -y -qq mesa-vulkan-drivers libvulkan1";
 
 /// The folder that the GPU crate is built into.
 pub(crate) fn target() -> Result<PathBuf, String> {
@@ -39,18 +35,14 @@ pub(crate) fn install_driver() -> Result<(), String> {
         files.into_iter().any(|file| file.path().extension().is_some_and(|e| e == "json"))
     };
     if !cfg!(target_os = "linux") || DRIVERS.iter().any(is_there) {
-        eprintln!("there already");
+        eprintln!("driver: there already");
         return Ok(());
     }
-    let can = "command -v apt-get >/dev/null && [ \"$(id -u)\" = 0 ]";
-    let shell = |line: &str| Command::new("sh").args(["-c", line]).status();
-    let succeeds = |line: &str| shell(line).is_ok_and(|status| status.success());
-    if !succeeds(can) {
-        return Err("there is no driver of Vulkan: install that of your GPU, or Mesa's lavapipe \
-                    (on Debian and Ubuntu, mesa-vulkan-drivers and libvulkan1)"
-            .to_owned());
-    }
-    if succeeds(INSTALL) { Ok(()) } else { Err("apt-get has failed, see above".to_owned()) }
+    apt_install("mesa-vulkan-drivers libvulkan1").unwrap_or_else(|| {
+        Err("there is no driver of Vulkan: install that of your GPU, or Mesa's lavapipe (on Debian \
+             and Ubuntu, mesa-vulkan-drivers and libvulkan1)"
+            .to_owned())
+    })
 }
 
 /// Installs NVRTC, where it is not there.

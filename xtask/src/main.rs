@@ -5,7 +5,9 @@
 mod arguments;
 mod folders;
 mod gpu;
+mod install;
 mod python;
+mod step;
 mod steps;
 
 use std::process::ExitCode;
@@ -29,9 +31,11 @@ fn main() -> ExitCode {
         Command::TestGpu { run, compile } => steps::test_gpu(run, compile),
         Command::Wheel => Ok(steps::wheel()),
         Command::Ci => steps::ci(),
+        Command::Install(tools) if install::install(&tools) => return ExitCode::SUCCESS,
+        Command::Install(_) => return ExitCode::FAILURE,
     };
     match steps {
-        Ok(steps) if steps::run(&steps) => ExitCode::SUCCESS,
+        Ok(steps) if step::run(&steps) => ExitCode::SUCCESS,
         Ok(_) => ExitCode::FAILURE,
         Err(error) => {
             eprintln!("xtask: {error}");

@@ -27,18 +27,26 @@ const REQUIREMENTS: &str = "crates/fuselane-python/tests/requirements.txt";
 /// Tells the tests which wheel to try in a clean environment.
 const WHEEL_VARIABLE: &str = "FUSELANE_WHEEL";
 
+/// The program `fuselane`.
+fn program() -> PathBuf {
+    built(Path::new(&format!("fuselane{}", std::env::consts::EXE_SUFFIX)))
+}
+
 /// The Python with the libraries that benchmarks compare with.
 pub(crate) fn peers_python() -> Result<PathBuf, String> {
-    let program = built(Path::new(&format!("fuselane{}", std::env::consts::EXE_SUFFIX)));
     let text = output(
-        Command::new(&program).args(["setup-peers", "--print-python"]),
+        Command::new(program()).args(["setup-peers", "--print-python"]),
         "`cargo build --release` builds it",
     )?;
     Ok(PathBuf::from(text))
 }
 
-/// Makes the environment of the tests, where it is not there.
-pub(crate) fn set_up_tests() -> Result<(), String> {
+/// Installs the libraries that benchmarks compare with, and makes the environment of the tests.
+pub(crate) fn install_libraries() -> Result<(), String> {
+    show(
+        Command::new(program()).arg("setup-peers"),
+        "`fuselane setup-peers` has failed, see above",
+    )?;
     let tests = Tests::find()?;
     if is_ready(&tests.folder) {
         eprintln!("set up already: {}", tests.folder.display());

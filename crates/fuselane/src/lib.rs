@@ -35,6 +35,8 @@
 //! `rayon` pool, where the caller has entered one; or where [`with_executor`] says.
 //! [`mod@reference`] has each operator again in plain f64, as the truth that tests compare with.
 
+#[cfg(test)]
+mod calls;
 mod dtype;
 mod error;
 pub mod machine;
@@ -50,6 +52,10 @@ mod scratch;
 mod simd;
 mod team;
 mod view;
+
+// What `tests/` calls this crate.
+#[cfg(test)]
+extern crate self as fuselane;
 
 pub use dtype::{DType, Element, Real};
 pub use error::{Error, Result};
