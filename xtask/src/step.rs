@@ -115,8 +115,7 @@ impl Step {
             Program::PeersPython | Program::TestsPython => "python".to_owned(),
             Program::Here(_) => String::new(),
         };
-        let arguments = self.arguments.join(" ").replace('*', "'*'");
-        format!("{variable}{program} {arguments}").trim().to_owned()
+        format!("{variable}{program} {}", self.arguments.join(" ")).trim().to_owned()
     }
 
     /// Does it, and tells whether it passed.

@@ -16,9 +16,9 @@ use crate::install::Tool;
 use crate::python;
 use crate::step::Step;
 
-/// All crates but the GPU's, and the same features of all. Steps that take a part of it name targets, not
+/// All crates but the GPU's, and the same features of all. Steps that take a part of it name targets rather than
 /// packages: the features of libraries depend on which packages are there, and cargo compiles the core anew
-/// where those of any library differ. The feature `candle` is left out: it would double the build.
+/// where those of any library differ. (Those below the core are the same without it and its tests.) The feature `candle` is left out: it would double the build.
 const SHARED: &str = "--release --workspace --exclude fuselane-gpu --features fuselane/ndarray";
 
 /// The GPU crate and the program with it. All steps name both, for the same reason.
@@ -37,7 +37,7 @@ const LIBRARIES: &str = "Python libraries";
 /// The steps of `cargo xtask test`.
 pub(crate) fn test(large: bool) -> std::io::Result<Vec<Step>> {
     let mut steps = vec![Step::install(TOOLS, &[Tool::Browser])];
-    steps.extend(test_steps(&examples()?, large));
+    steps.extend(test_steps(large)?);
     Ok(steps)
 }
 
@@ -66,17 +66,20 @@ pub(crate) fn ci() -> std::io::Result<Vec<Step>> {
         Step::new("documentation", &format!("doc {SHARED} --no-deps"))
             .with("RUSTDOCFLAGS", "-D warnings"),
     ];
-    steps.extend(test_steps(&examples()?, false));
+    steps.extend(test_steps(false)?);
     steps.extend(gpu_steps(true, true)?);
     Ok(steps)
 }
 
-fn test_steps(examples: &[String], large: bool) -> Vec<Step> {
-    // All but the core's unit tests, which would compile the kernels once more.
-    let tests = format!("test {SHARED} --no-fail-fast --bins --examples --test *");
+fn test_steps(large: bool) -> std::io::Result<Vec<Step>> {
+    let core = root().join("crates/fuselane");
+    let files = names(&core.join("tests"))?;
+    let files: String = files.iter().map(|name| format!(" --test {name}")).collect();
+    let others = format!("test {SHARED} --exclude fuselane");
+
     let mut steps = vec![
-        Step::new("build", &format!("{tests} --no-run")),
-        Step::install(LIBRARIES, &[Tool::Libraries]), // by the program
+        Step::new("build", &format!("{others} --no-run")),
+        Step::install(LIBRARIES, &[Tool::Libraries]), // by the program that was built
         // This compiles for long, while the former step loads and unpacks.
         Step::new("unit tests", UNIT_TESTS),
     ];
@@ -86,14 +89,12 @@ fn test_steps(examples: &[String], large: bool) -> Vec<Step> {
         steps.push(avx2("AVX2 unit tests", UNIT_TESTS));
         steps.push(avx2("AVX2 allocations", &format!("test {SHARED} --test allocation")));
     }
-    steps.push(Step::new("Rust tests", &tests).after(TOOLS));
-    steps.push(Step::new(
-        "unit tests of checks",
-        &format!("test {SHARED} --exclude fuselane --lib"),
-    ));
-    steps.push(Step::new("documentation examples", &format!("test {SHARED} --doc")));
-    for example in examples {
-        steps.push(Step::built(&format!("example {example}"), &format!("examples/{example}"), ""));
+    steps.push(Step::new("core tests", &format!("test {SHARED} --no-fail-fast{files}")));
+    steps.push(Step::new("other crates", &format!("{others} --no-fail-fast")).after(TOOLS));
+    steps.push(Step::new("documentation tests", &format!("test {SHARED} --doc")));
+    steps.push(Step::new("examples", &format!("build {SHARED} --examples")));
+    for name in names(&core.join("examples"))? {
+        steps.push(Step::built(&format!("example {name}"), &format!("examples/{name}"), ""));
     }
     steps.push(Step::built("fuselane check", "fuselane", "check"));
     steps.extend(wheel());
@@ -101,14 +102,14 @@ fn test_steps(examples: &[String], large: bool) -> Vec<Step> {
         Step::with_peers("Python tests", "-E -s crates/fuselane-bench/python/test_worker.py")
             .after(LIBRARIES),
     );
-    steps.push(Step::new("tests with peers", &format!("test {SHARED} --test peers -- --ignored")));
+    steps.push(Step::new("tests with peers", &format!("{others} --test peers -- --ignored")));
     steps.extend(python_package_steps());
     if large {
         // One at a time, since each fills the memory.
         let large = format!("test {SHARED} --test large -- --ignored --test-threads=1");
         steps.push(Step::new("large tests", &large));
     }
-    steps
+    Ok(steps)
 }
 
 /// With the integration tests that `calls.rs` of the core names.
@@ -167,11 +168,6 @@ fn gpu_steps(run: bool, compile: bool) -> std::io::Result<Vec<Step>> {
     Ok(steps)
 }
 
-/// The core's examples.
-fn examples() -> std::io::Result<Vec<String>> {
-    names(&root().join("crates/fuselane/examples"))
-}
-
 /// The names of the Rust files in a folder, which need not exist, in order.
 fn names(folder: &Path) -> std::io::Result<Vec<String>> {
     let mut names = Vec::new();
@@ -194,19 +190,18 @@ mod tests {
     use crate::step::Program;
 
     #[test]
-    fn every_example_is_run() {
-        let steps = test_steps(&["block".to_owned(), "pool".to_owned()], false);
-        let lines: Vec<String> = steps.iter().map(Step::line).collect();
-        assert!(lines.contains(&"target/release/examples/block".to_owned()));
-        assert!(lines.contains(&"target/release/examples/pool".to_owned()));
-        assert!(!steps.iter().any(|step| step.name == "large tests"));
+    fn every_test_and_example_is_run() {
+        let lines: Vec<String> = test_steps(false).unwrap().iter().map(Step::line).collect();
+        assert!(lines.contains(&"target/release/examples/train_block".to_owned()));
+        assert!(lines.iter().any(|line| line.contains(" --test facts --test large ")));
+        assert!(!lines.iter().any(|line| line.contains("--test-threads")));
     }
 
     #[test]
     fn large_adds_the_ignored_tests() {
-        let steps = test_steps(&[], true);
+        let steps = test_steps(true).unwrap();
         assert!(steps.last().unwrap().line().contains("--test large -- --ignored"));
-        assert_eq!(steps.len(), test_steps(&[], false).len() + 1);
+        assert_eq!(steps.len(), test_steps(false).unwrap().len() + 1);
     }
 
     #[test]
@@ -241,7 +236,7 @@ mod tests {
 
     #[test]
     fn the_wheel_is_built_and_installed_before_it_is_tested() {
-        let steps = test_steps(&[], false);
+        let steps = test_steps(false).unwrap();
         let place = |name: &str| steps.iter().position(|step| step.name == name).unwrap();
         let order = ["wheel", "Python package", "Python package tests", "Python documentation"];
         assert!(order.map(place).is_sorted());
@@ -251,7 +246,7 @@ mod tests {
 
     #[test]
     fn steps_share_their_builds() {
-        for step in test_steps(&["block".to_owned()], true).iter().chain(&ci().unwrap()) {
+        for step in test_steps(true).unwrap().iter().chain(&ci().unwrap()) {
             let line = step.line();
             match step.program {
                 Program::GpuCargo { .. } => assert!(line.contains(GPU), "{line}"),
