@@ -27,26 +27,26 @@ const REQUIREMENTS: &str = "crates/fuselane-python/tests/requirements.txt";
 /// Tells the tests which wheel to try in a clean environment.
 const WHEEL_VARIABLE: &str = "FUSELANE_WHEEL";
 
-/// The program `fuselane`.
+/// How to get the program `fuselane`.
+const BUILD: &str = "`cargo build --release` builds it";
+
 fn program() -> PathBuf {
     built(Path::new(&format!("fuselane{}", std::env::consts::EXE_SUFFIX)))
 }
 
 /// The Python with the libraries that benchmarks compare with.
 pub(crate) fn peers_python() -> Result<PathBuf, String> {
-    let text = output(
-        Command::new(program()).args(["setup-peers", "--print-python"]),
-        "`cargo build --release` builds it",
-    )?;
+    let text = output(Command::new(program()).args(["setup-peers", "--print-python"]), BUILD)?;
     Ok(PathBuf::from(text))
 }
 
 /// Installs the libraries that benchmarks compare with, and makes the environment of the tests.
 pub(crate) fn install_libraries() -> Result<(), String> {
-    show(
-        Command::new(program()).arg("setup-peers"),
-        "`fuselane setup-peers` has failed, see above",
-    )?;
+    let program = program();
+    if !program.is_file() {
+        return Err(format!("there is no {}: {BUILD}", program.display()));
+    }
+    show(Command::new(program).arg("setup-peers"), "`fuselane setup-peers` has failed, see above")?;
     let tests = Tests::find()?;
     if is_ready(&tests.folder) {
         eprintln!("set up already: {}", tests.folder.display());

@@ -168,7 +168,7 @@ impl Step {
 
     /// What it prints while it runs beside others.
     fn log(&self) -> PathBuf {
-        target().join(format!("xtask {}.log", self.name))
+        target().join(format!("xtask-{}.log", self.name.replace(' ', "-")))
     }
 }
 
