@@ -16,9 +16,10 @@ use crate::install::Tool;
 use crate::python;
 use crate::step::Step;
 
-/// All crates but the GPU's, and the same features of all. Steps that take a part of it name targets rather than
-/// packages: the features of libraries depend on which packages are there, and cargo compiles the core anew
-/// where those of any library differ. (Those below the core are the same without it and its tests.) The feature `candle` is left out: it would double the build.
+/// All crates but the GPU's, and the same features of all. A step that needs a part of it names targets, not
+/// packages: the features of libraries depend on which packages a command names, and cargo compiles the core
+/// anew where those of any library below it differ. (Only the core itself can be left out, which changes
+/// none of these.) The feature `candle` is not there: it would double the build.
 const SHARED: &str = "--release --workspace --exclude fuselane-gpu --features fuselane/ndarray";
 
 /// The GPU crate and the program with it. All steps name both, for the same reason.
