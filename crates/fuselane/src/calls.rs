@@ -3,6 +3,8 @@
 //! The unit tests are built with checks of arithmetic for overflow, the integration tests as the library is
 //! shipped. With these files in both, the kernels are compiled once for each.
 
+#![allow(clippy::duplicate_mod, reason = "each of these files has `common` as a module of its own")]
+
 #[path = "../tests/corners.rs"]
 mod corners;
 #[path = "../tests/errors.rs"]
