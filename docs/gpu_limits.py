@@ -1,4 +1,4 @@
-"""Writes the tables of "GPUs: what the same bytes would take" into performance.md.
+"""Writes the tables of gpu_limits.md.
 
     python3 docs/gpu_limits.py           # Python 3.11, nothing to install
 
@@ -140,7 +140,7 @@ def main():
             f"{axes}d, {tokens} tokens" if not extra else f"{axes}d, 10 + {tokens} tokens"
             for axes, tokens in grids for extra in (0, 10)], [A800]),
     }  # fmt: skip
-    path = DOCS / "performance.md"
+    path = DOCS / "gpu_limits.md"
     text = path.read_text()
     for name, lines in tables.items():
         mark = re.compile(rf"(<!-- gpu_limits.py: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
