@@ -47,7 +47,7 @@ impl<'a> Angles<'a> {
     }
 }
 
-/// A [`fuselane::AngleTable`] in a device's memory. The host's table is kept for the checks of
+/// A [`fuselane::AngleTable`] in a device's memory. The host's table is saved for the checks of
 /// calls.
 ///
 /// ```no_run
@@ -73,11 +73,11 @@ impl AngleTable {
             let expected = "f32 (GPUs compute in it)";
             return Err(Error::new("angle_table", "table", "is of f64", expected));
         };
-        let there = |numbers: &[f32]| {
+        let upload = |numbers: &[f32]| {
             let numbers = if numbers.is_empty() { &[0.0] } else { numbers };
             device.upload(View::new(numbers, &[numbers.len()])?)
         };
-        Ok(Self { host: table.clone(), cosines: there(cosines)?, sines: there(sines)? })
+        Ok(Self { host: table.clone(), cosines: upload(cosines)?, sines: upload(sines)? })
     }
 
     pub(crate) fn axes(&self) -> &[TableAxis] {

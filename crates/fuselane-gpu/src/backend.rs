@@ -6,6 +6,7 @@ use fuselane::{
 };
 use fuselane_check::Backend;
 
+use crate::ops::encode::EncodingBackward;
 use crate::{AngleTable, Device, Tensor, act, cosine, normalize, rotate, softmax};
 
 /// A device for `fuselane_check::run_on`. Each call copies its operands to the device, with their
@@ -51,6 +52,37 @@ impl CheckBackend {
                 Uploaded::Table(Box::new(AngleTable::upload(&self.device, table)?))
             }
         })
+    }
+
+    fn encode(
+        &self,
+        x: View<'_>,
+        angles: Angles<'_>,
+        o: ViewMut<'_>,
+        forward_into: impl FnOnce(&Tensor, crate::Angles<'_>, &mut Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let (x, angles, mut o) = (self.input(x)?, self.angles(angles)?, self.output(o)?);
+        forward_into(&x, angles.angles(), &mut o.tensor)?;
+        o.finish()
+    }
+
+    fn encode_backward(
+        &self,
+        call: RotateBackward<'_>,
+        backward_into: impl FnOnce(EncodingBackward<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let (x, grad) = (self.optional(call.x)?, self.input(call.grad)?);
+        let angles = self.angles(call.angles)?;
+        let mut dx = self.optional_output(call.dx)?;
+        let mut dtheta = self.optional_output(call.dtheta)?;
+        backward_into(EncodingBackward {
+            x: x.as_ref(),
+            grad: &grad,
+            angles: angles.angles(),
+            dx: tensor(&mut dx),
+            dtheta: tensor(&mut dtheta),
+        })?;
+        finish_all([dx, dtheta])
     }
 }
 
@@ -226,27 +258,11 @@ impl Backend for CheckBackend {
         angles: Angles<'_>,
         o: ViewMut<'_>,
     ) -> Result<()> {
-        let (x, angles, mut o) = (self.input(x)?, self.angles(angles)?, self.output(o)?);
-        rotate::forward_into(options, &x, angles.angles(), &mut o.tensor)?;
-        o.finish()
+        self.encode(x, angles, o, |x, angles, o| rotate::forward_into(options, x, angles, o))
     }
 
     fn rotate_backward(&self, options: &Rotate<'_>, call: RotateBackward<'_>) -> Result<()> {
-        let (x, grad) = (self.optional(call.x)?, self.input(call.grad)?);
-        let angles = self.angles(call.angles)?;
-        let mut dx = self.optional_output(call.dx)?;
-        let mut dtheta = self.optional_output(call.dtheta)?;
-        rotate::backward_into(
-            options,
-            rotate::RotateBackward {
-                x: x.as_ref(),
-                grad: &grad,
-                angles: angles.angles(),
-                dx: tensor(&mut dx),
-                dtheta: tensor(&mut dtheta),
-            },
-        )?;
-        finish_all([dx, dtheta])
+        self.encode_backward(call, |call| rotate::backward_into(options, call))
     }
 
     fn cosine_forward(
@@ -256,26 +272,12 @@ impl Backend for CheckBackend {
         angles: Angles<'_>,
         o: ViewMut<'_>,
     ) -> Result<()> {
-        let (x, angles, mut o) = (self.input(x)?, self.angles(angles)?, self.output(o)?);
-        cosine::forward_into(options, &x, angles.angles(), &mut o.tensor)?;
-        o.finish()
+        self.encode(x, angles, o, |x, angles, o| cosine::forward_into(options, x, angles, o))
     }
 
     fn cosine_backward(&self, options: &Cosine<'_>, call: CosineBackward<'_>) -> Result<()> {
-        let (x, grad) = (self.optional(call.x)?, self.input(call.grad)?);
-        let angles = self.angles(call.angles)?;
-        let mut dx = self.optional_output(call.dx)?;
-        let mut dtheta = self.optional_output(call.dtheta)?;
-        cosine::backward_into(
-            options,
-            cosine::CosineBackward {
-                x: x.as_ref(),
-                grad: &grad,
-                angles: angles.angles(),
-                dx: tensor(&mut dx),
-                dtheta: tensor(&mut dtheta),
-            },
-        )?;
-        finish_all([dx, dtheta])
+        let CosineBackward { x, grad, angles, dx, dtheta } = call;
+        let call = RotateBackward { x, grad, angles, dx, dtheta };
+        self.encode_backward(call, |call| cosine::backward_into(options, call))
     }
 }

@@ -26,7 +26,7 @@ struct Inner {
 pub(crate) enum Target {
     /// To a device.
     Client(Client),
-    /// Nowhere: kernels are kept for their sources.
+    /// Nowhere: kernels are saved for their sources.
     #[cfg(feature = "sources")]
     Recorder(Mutex<Vec<Recorded>>),
 }
@@ -60,7 +60,7 @@ pub struct Tuning {
     pub units: Option<u32>,
     /// Whether index arithmetic is in 64 bits; by default where sizes ask for it.
     pub wide_indices: Option<bool>,
-    /// Whether rows are read again rather than kept in registers; by default the long ones.
+    /// Whether rows are read again rather than held in registers; by default the long ones.
     pub reread: Option<bool>,
 }
 
@@ -90,7 +90,7 @@ impl Device {
         }))
     }
 
-    /// A device that runs nothing and keeps the kernels.
+    /// A device that runs nothing and saves the kernels.
     #[cfg(feature = "sources")]
     pub(crate) fn recorder(properties: DeviceProperties, target: TargetProperties) -> Self {
         Self(Arc::new(Inner {

@@ -11,7 +11,7 @@ use fuselane::{DType, Error, Result};
 
 use crate::device::Device;
 use crate::kernel::reduce::Team;
-use crate::kernel::storage::{Format, PlaceLaunch};
+use crate::kernel::storage::{Format, OperandLaunch, RowLayoutLaunch};
 use crate::tensor::Tensor;
 
 /// How the activations of a call are stored.
@@ -117,25 +117,29 @@ impl Width {
 }
 
 /// One operand of a call, as rows.
-pub(crate) struct Operand {
+pub(crate) struct RowOperand {
     tensor: Tensor,
-    /// The step of each dimension of the rows, in numbers.
+    /// The stride of each dimension of the rows, in numbers.
     strides: Vec<usize>,
-    /// The steps that it was given with, those of dimensions of size 1 included.
-    given: Vec<usize>,
+    /// The strides that it was given with, those of dimensions of size 1 included.
+    original: Vec<usize>,
 }
 
-impl Operand {
-    /// The buffer as a kernel's argument.
-    pub(crate) fn buffer(&self, storage: Storage) -> BufferArg {
-        buffer(&self.tensor, storage)
-    }
-
+impl RowOperand {
     /// Where its rows lie, in vectors of `numbers`.
-    pub(crate) fn place(&self, numbers: usize) -> PlaceLaunch {
+    pub(crate) fn layout(&self, numbers: usize) -> RowLayoutLaunch {
         let strides = self.strides.iter().map(|stride| stride / numbers);
-        PlaceLaunch::new(self.tensor.offset() / numbers, sequence(strides))
+        RowLayoutLaunch::new(self.tensor.offset() / numbers, sequence(strides))
     }
+}
+
+/// A tensor of activations as a kernel's argument.
+pub(crate) fn operand<E: Numeric, P: Size>(
+    tensor: &Tensor,
+    layout: RowLayoutLaunch,
+    storage: Storage,
+) -> OperandLaunch<E, P> {
+    OperandLaunch::new(buffer(tensor, storage), layout, storage.format())
 }
 
 /// A tensor's buffer as a kernel's argument.
@@ -166,7 +170,7 @@ pub(crate) struct Rows<const I: usize> {
     /// Numbers in a row.
     pub(crate) len: usize,
     /// In the order they were given; absent ones stay so.
-    pub(crate) operands: [Option<Operand>; I],
+    pub(crate) operands: [Option<RowOperand>; I],
 }
 
 impl<const I: usize> Rows<I> {
@@ -179,7 +183,7 @@ impl<const I: usize> Rows<I> {
         let operands = tensors.map(|tensor| {
             let tensor = tensor?.clone();
             let strides = tensor.strides()[..rank].to_vec();
-            Some(Operand { given: strides.clone(), strides, tensor })
+            Some(RowOperand { original: strides.clone(), strides, tensor })
         });
         Self { shape: outer.to_vec(), len, operands }.merged()
     }
@@ -221,12 +225,12 @@ impl<const I: usize> Rows<I> {
             self.remove(last);
         }
         for operand in self.operands.iter_mut().flatten() {
-            operand.given.clone_from(&operand.strides);
+            operand.original.clone_from(&operand.strides);
         }
         self
     }
 
-    fn each(&self) -> impl Iterator<Item = &Operand> {
+    fn each(&self) -> impl Iterator<Item = &RowOperand> {
         self.operands.iter().flatten()
     }
 
@@ -242,14 +246,38 @@ impl<const I: usize> Rows<I> {
         self.shape.iter().product()
     }
 
-    /// The operand at `i`, which was given.
-    pub(crate) fn operand(&self, i: usize) -> &Operand {
-        self.operands[i].as_ref().unwrap_or_else(|| self.any())
+    /// The operand at `i`; where it is absent, another one stands for it, which no kernel touches.
+    fn operand(&self, i: usize) -> &RowOperand {
+        let first = || self.each().next().expect("a call has an operand");
+        self.operands[i].as_ref().unwrap_or_else(first)
     }
 
-    /// Some operand, to stand where a kernel has an argument that it does not touch.
-    pub(crate) fn any(&self) -> &Operand {
-        self.each().next().expect("a call has an operand")
+    /// Where the rows of the operand at `i` lie, in vectors of `numbers`.
+    pub(crate) fn layout(&self, i: usize, numbers: usize) -> RowLayoutLaunch {
+        self.operand(i).layout(numbers)
+    }
+
+    /// The operand at `i` as a kernel's argument.
+    pub(crate) fn argument<E: Numeric, P: Size>(
+        &self,
+        i: usize,
+        storage: Storage,
+        width: Width,
+    ) -> OperandLaunch<E, P> {
+        let RowOperand { tensor, .. } = self.operand(i);
+        operand(tensor, self.layout(i, width.numbers), storage)
+    }
+
+    /// The operand at `i`, which is written; where it is absent, with `unused` for its memory.
+    pub(crate) fn output<E: Numeric, P: Size>(
+        &self,
+        i: usize,
+        unused: &Tensor,
+        storage: Storage,
+        width: Width,
+    ) -> OperandLaunch<E, P> {
+        let tensor = self.operands[i].as_ref().map_or(unused, |operand| &operand.tensor);
+        operand(tensor, self.layout(i, width.numbers), storage)
     }
 
     /// The outer dimensions as a kernel's argument.
@@ -270,7 +298,7 @@ impl<const I: usize> Rows<I> {
     ) -> Option<Width> {
         let operands = self.operands[..activations].iter().flatten();
         let strides = operands
-            .flat_map(|o| o.given.iter().copied().chain([o.tensor.offset()]))
+            .flat_map(|o| o.original.iter().copied().chain([o.tensor.offset()]))
             .collect::<Vec<_>>();
         Width::of(
             device,
@@ -280,23 +308,23 @@ impl<const I: usize> Rows<I> {
     }
 }
 
-/// Units for rows of `vectors` vectors, and how many of them each unit keeps in registers; 0 where
+/// Units for rows of `vectors` vectors, and how many of them each unit has in registers; 0 where
 /// rows are read again instead.
 ///
-/// `numbers` are the f32 that a unit holds for each vector that it keeps.
+/// `numbers` are the f32 that a unit holds for each of these vectors.
 pub(crate) fn team(device: &Device, vectors: usize, numbers: usize) -> (Team, usize) {
     // A cube of this many units fills a multiprocessor together with others.
     const CUBE: u32 = 256;
     // Registers that a unit of 255 (or, in a cube of 1024, 64) may hold for the rows.
-    const KEPT: usize = 64;
-    const KEPT_OF_LARGE: usize = 24;
+    const REGISTERS: usize = 64;
+    const REGISTERS_OF_LARGE: usize = 24;
     let most = device.units();
     let wanted = vectors.max(1).next_power_of_two().min(u32::MAX as usize) as u32;
     let mut units = wanted.min(CUBE).min(most);
-    let kept = |units: u32| vectors.div_ceil(units as usize);
+    let per_unit = |units: u32| vectors.div_ceil(units as usize);
     let fits = |units: u32| {
-        let most = if units > 512 { KEPT_OF_LARGE } else { KEPT };
-        kept(units) * numbers <= most
+        let most = if units > 512 { REGISTERS_OF_LARGE } else { REGISTERS };
+        per_unit(units) * numbers <= most
     };
     while !fits(units) && units < most {
         units *= 2;
@@ -306,14 +334,15 @@ pub(crate) fn team(device: &Device, vectors: usize, numbers: usize) -> (Team, us
         units = wanted.min(CUBE).min(most);
     }
     let rows = (CUBE.min(most) / units).max(1);
-    let kept = if fits(units) && device.tuning().reread != Some(true) { kept(units) } else { 0 };
+    let reread = !fits(units) || device.tuning().reread == Some(true);
+    let per_unit = if reread { 0 } else { per_unit(units) };
     let plane = device.plane();
     let sync = plane > 0 && device.properties().features.plane.contains(Plane::Sync);
-    (Team { units, rows, plane, sync }, kept)
+    (Team { units, rows, plane, sync }, per_unit)
 }
 
 /// The units of a cube, where units hold many numbers for long: one plane, but no fewer than 32, which
-/// is NVIDIA's. For larger cubes its compiler keeps to fewer registers, so that more of them fit a
+/// is NVIDIA's. For larger cubes its compiler limits itself to fewer registers, so that more of them fit a
 /// multiprocessor, and spills a few. As many cubes of this size as a multiprocessor may have fill half
 /// of it, which is enough for loads of 128 bits.
 pub(crate) fn full_cube(device: &Device) -> u32 {
@@ -336,9 +365,7 @@ impl Grid {
         numbers: usize,
     ) -> Result<Self> {
         const CUBE: u32 = 128;
-        let cube = CUBE.min(device.units());
-        let dim = CubeDim::new_1d(cube);
-        Self::new(operator, device, units.div_ceil(cube as usize), dim, numbers)
+        Self::of_cubes(operator, device, (units, CUBE.min(device.units())), numbers)
     }
 
     /// Cubes for units that hold many numbers for long.
@@ -348,9 +375,18 @@ impl Grid {
         units: usize,
         numbers: usize,
     ) -> Result<Self> {
-        let cube = full_cube(device);
-        let dim = CubeDim::new_1d(cube);
-        Self::new(operator, device, units.div_ceil(cube as usize), dim, numbers)
+        Self::of_cubes(operator, device, (units, full_cube(device)), numbers)
+    }
+
+    /// Cubes of `cube` units for `units` units.
+    fn of_cubes(
+        operator: &'static str,
+        device: &Device,
+        (units, cube): (usize, u32),
+        numbers: usize,
+    ) -> Result<Self> {
+        let cubes = units.div_ceil(cube as usize);
+        Self::new(operator, device, cubes, CubeDim::new_1d(cube), numbers)
     }
 
     /// Cubes for rows that teams work on.
@@ -399,7 +435,7 @@ pub(crate) fn largest<'t>(tensors: impl IntoIterator<Item = Option<&'t Tensor>>)
     tensors.into_iter().flatten().map(Tensor::buffer_len).max().unwrap_or(0)
 }
 
-/// Launches a kernel, or keeps it, if the device is a recorder.
+/// Launches a kernel, or saves it, if the device is a recorder.
 macro_rules! launch {
     ($device:expr, $kernel:ident $(::<$($word:ty),*>)?, $grid:expr, $($argument:expr),* $(,)?) => {{
         let (device, grid): (&$crate::Device, $crate::launch::Grid) = ($device, $grid);

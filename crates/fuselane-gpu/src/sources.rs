@@ -1,6 +1,6 @@
 //! The kernels' sources, without a GPU.
 //!
-//! The operators are called on devices that run nothing but keep what is launched on them: one of
+//! The operators are called on devices that run nothing but save what is launched on them: one of
 //! each kind that is known well enough to be described here. What was launched goes through
 //! CubeCL's own compilers, as it would on such a device, and what they write is returned as text.
 //!
@@ -148,7 +148,11 @@ impl Recording {
     }
 
     /// A call with indices of 64 bits, where the device has them.
-    fn call_far(&mut self, class: &Class, call: impl FnOnce(&Device) -> Result<()>) -> Result<()> {
+    fn call_wide_indices(
+        &mut self,
+        class: &Class,
+        call: impl FnOnce(&Device) -> Result<()>,
+    ) -> Result<()> {
         let device = self.device.tuned(Tuning { wide_indices: Some(true), ..Tuning::default() });
         if device.properties().features.supports_address(AddressType::U64) {
             self.call_on(&device, class, call)?;

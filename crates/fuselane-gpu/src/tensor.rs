@@ -43,7 +43,7 @@ static ADDRESS: AtomicUsize = AtomicUsize::new(1 << 20);
 const ALIGN: usize = 64;
 
 impl Device {
-    /// Copies a view to the device. Its strides are kept, and with them gaps and repetitions.
+    /// Copies a view to the device. Its strides are preserved, and with them gaps and repetitions.
     pub fn upload(&self, view: View<'_>) -> Result<Tensor> {
         let strides = forward_strides(&view)?;
         let size = view.dtype().size();

@@ -37,7 +37,7 @@ fn assert_invariant<T: Element>(
 }
 
 fn softmaxes<T: Element>(what: &str, device: &Device) {
-    // Rows and columns that one team, several units and several pieces work on.
+    // Rows and columns that one team, several units and several segments work on.
     for (n, d) in [(3, 40), (1100, 16), (17, 1000)] {
         for dim in [-1, 1] {
             let options = Softmax::over(dim);
@@ -58,8 +58,8 @@ fn norms<T: Element>(what: &str, device: &Device) {
             let forward = |x: &Tensor| normalize::forward(&options, x, None).unwrap();
             assert_invariant::<T>(&what, device, &[d], forward);
             let backward = |x: &Tensor| {
-                let kept = normalize::forward_keeping(&options, x, None).unwrap();
-                normalize::backward(&options, x, x, None, &kept).unwrap().dx
+                let saved = normalize::forward_keeping(&options, x, None).unwrap();
+                normalize::backward(&options, x, x, None, &saved).unwrap().dx
             };
             assert_invariant::<T>(&format!("{what} backward"), device, &[d], backward);
         }

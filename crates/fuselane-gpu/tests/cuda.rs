@@ -1,5 +1,5 @@
 //! The kernels in the languages of GPUs, of which none is needed here: every one of them can be
-//! written in each language, and NVIDIA's compiler takes them and keeps them in registers.
+//! written in each language, and NVIDIA's compiler takes them and holds them in registers.
 //!
 //! The compiler is loaded as `nvrtc::Nvrtc::load` says; `cargo xtask test --cuda-compile` installs
 //! it. Without it, and without the variable `FUSELANE_NVRTC`, its test says so and passes.

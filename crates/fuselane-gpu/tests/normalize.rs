@@ -179,10 +179,10 @@ fn empty() {
     let x = device.upload(View::new(&none, &[0, 3]).unwrap()).unwrap();
     let weight = device.upload(View::new(&[1.0f32; 3], &[3]).unwrap()).unwrap();
     let options = Normalize { gate_position: GatePosition::Post, ..Normalize::layer_norm() };
-    let kept = normalize::forward_keeping(&options, &x, Some(&weight)).unwrap();
-    let gradients = normalize::backward(&options, &x, &x, Some(&weight), &kept).unwrap();
+    let saved = normalize::forward_keeping(&options, &x, Some(&weight)).unwrap();
+    let gradients = normalize::backward(&options, &x, &x, Some(&weight), &saved).unwrap();
     assert_eq!(gradients.dweight.unwrap().download::<f32>().unwrap(), [0.0; 3]);
     let x = device.upload(View::new(&none, &[2, 0]).unwrap()).unwrap();
-    let kept = normalize::forward_keeping(&options, &x, None).unwrap();
-    assert!(kept.rstd.download::<f32>().unwrap().iter().all(|v| v.is_nan()));
+    let saved = normalize::forward_keeping(&options, &x, None).unwrap();
+    assert!(saved.rstd.download::<f32>().unwrap().iter().all(|v| v.is_nan()));
 }

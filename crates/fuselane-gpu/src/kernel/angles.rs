@@ -8,12 +8,19 @@ pub(crate) struct AngleForm {
     /// Whether there is a table, instead of frequencies.
     pub(crate) table: bool,
     pub(crate) coordinates: Coordinates,
-    /// Axes of a grid, or 1.
+    /// Axes of positions: those of a grid, or 1.
     pub(crate) axes: usize,
     /// Whether all heads have the same frequencies.
     pub(crate) shared: bool,
     /// Whether one frequency serves every angle.
     pub(crate) single: bool,
+}
+
+impl AngleForm {
+    /// Whether angles differ from entry to entry of the batch.
+    pub(crate) fn is_per_batch(self) -> bool {
+        self.coordinates == Coordinates::PerBatch
+    }
 }
 
 /// How the coordinates of a token are found.
@@ -29,69 +36,39 @@ pub(crate) enum Coordinates {
     PerBatch,
 }
 
-/// The numbers that go with an [`AngleForm`].
+/// Frequencies or a table, and the tokens' coordinates.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct AnglePlace {
+pub(crate) struct AngleSource {
+    /// The frequencies, or the cosines of a table, of which `sines` are the sines.
+    theta: Box<[f32]>,
+    sines: Box<[f32]>,
+    coordinates: Box<[f32]>,
     /// Tokens of the call, and the first of those that this launch works on.
-    pub(crate) tokens: usize,
-    pub(crate) first_token: usize,
+    tokens: usize,
+    first_token: usize,
     /// The first tokens of the call, which have coordinate 0.
-    pub(crate) extra_tokens: usize,
+    extra_tokens: usize,
     /// What is added to a counted coordinate.
-    pub(crate) offset: f32,
+    offset: f32,
     /// Angles on each axis but the last.
-    pub(crate) per_axis: usize,
+    per_axis: usize,
     /// Columns of theta, or rows of a table.
-    pub(crate) columns: usize,
+    columns: usize,
     /// The size of each axis of a grid.
-    pub(crate) grid: Sequence<usize>,
+    grid: Sequence<usize>,
     /// Of a table's axes: the least coordinate, where the entries begin, and the angles.
-    pub(crate) starts: Sequence<f32>,
-    pub(crate) firsts: Sequence<usize>,
-    pub(crate) widths: Sequence<usize>,
+    starts: Sequence<f32>,
+    firsts: Sequence<usize>,
+    widths: Sequence<usize>,
+    #[cube(comptime)]
+    pub(crate) form: AngleForm,
 }
 
 /// Cosines and sines of some angles.
 #[derive(CubeType, Clone, Copy)]
-pub(crate) struct Turn<N: Size> {
+pub(crate) struct Rotation<N: Size> {
     pub(crate) cos: Vector<f32, N>,
     pub(crate) sin: Vector<f32, N>,
-}
-
-/// The coordinate on an axis. `token` counts from the first one of the launch.
-#[cube]
-pub(crate) fn coordinate(
-    coordinates: &[f32],
-    place: &AnglePlace,
-    batch: usize,
-    token: usize,
-    #[comptime] axis: usize,
-    #[comptime] form: AngleForm,
-) -> f32 {
-    let token = token + place.first_token;
-    match comptime!(form.coordinates) {
-        Coordinates::Counted => {
-            // Both are far below 2^24, so that this is exact.
-            let counted = f32::cast_from(u32::cast_from(token))
-                - f32::cast_from(u32::cast_from(place.extra_tokens))
-                + place.offset;
-            select(token < place.extra_tokens, 0.0f32, counted)
-        }
-        Coordinates::Grid => {
-            let extra = token < place.extra_tokens;
-            let mut cell = select(extra, 0usize, token - place.extra_tokens);
-            #[unroll]
-            for i in 0..comptime!(form.axes - 1 - axis) {
-                cell /= *place.grid.index(comptime!(form.axes - 1 - i));
-            }
-            if comptime!(axis > 0) {
-                cell %= *place.grid.index(axis);
-            }
-            f32::cast_from(u32::cast_from(cell))
-        }
-        Coordinates::PerToken => coordinates[token],
-        Coordinates::PerBatch => coordinates[batch * place.tokens + token],
-    }
 }
 
 /// The axis and the coordinate of an angle.
@@ -105,105 +82,117 @@ struct OnAxis {
 }
 
 #[cube]
-fn on_axis(
-    coordinates: &[f32],
-    place: &AnglePlace,
-    batch: usize,
-    token: usize,
-    head: usize,
-    angle: usize,
-    #[comptime] form: AngleForm,
-) -> OnAxis {
-    let mut found = coordinate(coordinates, place, batch, token, 0usize, form);
-    let mut column = angle;
-    let mut entry = 0usize;
-    if comptime!(form.table) {
-        entry = table_entry(place, found, head, 0usize);
-    }
-    #[unroll]
-    for axis in 1..comptime!(form.axes) {
-        let from = place.per_axis * axis;
-        if angle >= from {
-            found = coordinate(coordinates, place, batch, token, axis, form);
-            column = angle - from;
-            if comptime!(form.table) {
-                entry = table_entry(place, found, head, axis);
+impl AngleSource {
+    /// The coordinate on an axis. `token` counts from the first one of the launch.
+    fn coordinate(&self, batch: usize, token: usize, #[comptime] axis: usize) -> f32 {
+        let axes = comptime!(self.form.axes);
+        let token = token + self.first_token;
+        match comptime!(self.form.coordinates) {
+            Coordinates::Counted => {
+                // Both are far below 2^24, so that this is exact.
+                let counted = f32::cast_from(u32::cast_from(token))
+                    - f32::cast_from(u32::cast_from(self.extra_tokens))
+                    + self.offset;
+                select(token < self.extra_tokens, 0.0f32, counted)
             }
+            Coordinates::Grid => {
+                let extra = token < self.extra_tokens;
+                let mut cell = select(extra, 0usize, token - self.extra_tokens);
+                #[unroll]
+                for i in 0..comptime!(axes - 1 - axis) {
+                    cell /= *self.grid.index(comptime!(axes - 1 - i));
+                }
+                if comptime!(axis > 0) {
+                    cell %= *self.grid.index(axis);
+                }
+                f32::cast_from(u32::cast_from(cell))
+            }
+            Coordinates::PerToken => self.coordinates[token],
+            Coordinates::PerBatch => self.coordinates[batch * self.tokens + token],
         }
     }
-    OnAxis { coordinate: found, column, entry }
-}
 
-#[cube]
-fn table_entry(place: &AnglePlace, coordinate: f32, head: usize, #[comptime] axis: usize) -> usize {
-    let at = usize::cast_from(u32::cast_from(coordinate - *place.starts.index(axis)));
-    *place.firsts.index(axis) + (at * place.columns + head) * *place.widths.index(axis)
-}
-
-/// The coordinates of vector `slot` of a token's angles.
-#[cube]
-pub(crate) fn coordinates_of<N: Size>(
-    coordinates: &[f32],
-    place: &AnglePlace,
-    batch: usize,
-    token: usize,
-    slot: usize,
-    #[comptime] form: AngleForm,
-) -> Vector<f32, N> {
-    let mut found = Vector::<f32, N>::new(0.0f32);
-    #[unroll]
-    for i in 0..N::value() {
-        let mut here = coordinate(coordinates, place, batch, token, 0usize, form);
+    fn on_axis(&self, batch: usize, token: usize, head: usize, angle: usize) -> OnAxis {
+        let mut coordinate = self.coordinate(batch, token, 0usize);
+        let mut column = angle;
+        let mut entry = 0usize;
+        if comptime!(self.form.table) {
+            entry = self.table_entry(coordinate, head, 0usize);
+        }
         #[unroll]
-        for axis in 1..comptime!(form.axes) {
-            if slot * N::value() + i >= place.per_axis * axis {
-                here = coordinate(coordinates, place, batch, token, axis, form);
+        for axis in 1..comptime!(self.form.axes) {
+            let from = self.per_axis * axis;
+            if angle >= from {
+                coordinate = self.coordinate(batch, token, axis);
+                column = angle - from;
+                if comptime!(self.form.table) {
+                    entry = self.table_entry(coordinate, head, axis);
+                }
             }
         }
-        found.insert(i, here);
+        OnAxis { coordinate, column, entry }
     }
-    found
-}
 
-/// Cosines and sines of vector `slot` of the angles of a token and head.
-///
-/// `theta` is the frequencies, or the cosines of a table, of which `sines` are the sines.
-#[cube]
-pub(crate) fn turn<N: Size>(
-    theta: &[f32],
-    sines: &[f32],
-    coordinates: &[f32],
-    place: &AnglePlace,
-    batch: usize,
-    token: usize,
-    head: usize,
-    slot: usize,
-    #[comptime] form: AngleForm,
-) -> Turn<N> {
-    let mut cos = Vector::<f32, N>::new(0.0f32);
-    let mut sin = Vector::<f32, N>::new(0.0f32);
-    let mut row = head;
-    if comptime!(form.shared) {
-        row = 0usize.runtime();
+    fn table_entry(&self, coordinate: f32, head: usize, #[comptime] axis: usize) -> usize {
+        let at = usize::cast_from(u32::cast_from(coordinate - *self.starts.index(axis)));
+        *self.firsts.index(axis) + (at * self.columns + head) * *self.widths.index(axis)
     }
-    #[unroll]
-    for i in 0..N::value() {
-        let angle = slot * N::value() + i;
-        let at = on_axis(coordinates, place, batch, token, row, angle, form);
-        if comptime!(form.table) {
-            cos.insert(i, theta[at.entry + at.column]);
-            sin.insert(i, sines[at.entry + at.column]);
-        } else {
-            let mut column = at.column;
-            if comptime!(form.single) {
-                column = 0usize.runtime();
+
+    /// The coordinates of vector `vector` of a token's angles.
+    pub(crate) fn coordinates<N: Size>(
+        &self,
+        batch: usize,
+        token: usize,
+        vector: usize,
+    ) -> Vector<f32, N> {
+        let mut coordinates = Vector::<f32, N>::new(0.0f32);
+        #[unroll]
+        for i in 0..N::value() {
+            let mut coordinate = self.coordinate(batch, token, 0usize);
+            #[unroll]
+            for axis in 1..comptime!(self.form.axes) {
+                if vector * N::value() + i >= self.per_axis * axis {
+                    coordinate = self.coordinate(batch, token, axis);
+                }
             }
-            let both = sin_cos(at.coordinate * theta[row * place.columns + column]);
-            cos.insert(i, both.cos);
-            sin.insert(i, both.sin);
+            coordinates.insert(i, coordinate);
         }
+        coordinates
     }
-    Turn::<N> { cos, sin }
+
+    /// Cosines and sines of vector `vector` of the angles of a token and head.
+    pub(crate) fn rotation<N: Size>(
+        &self,
+        batch: usize,
+        token: usize,
+        head: usize,
+        vector: usize,
+    ) -> Rotation<N> {
+        let mut cos = Vector::<f32, N>::new(0.0f32);
+        let mut sin = Vector::<f32, N>::new(0.0f32);
+        let mut row = head;
+        if comptime!(self.form.shared) {
+            row = 0usize.runtime();
+        }
+        #[unroll]
+        for i in 0..N::value() {
+            let angle = vector * N::value() + i;
+            let at = self.on_axis(batch, token, row, angle);
+            if comptime!(self.form.table) {
+                cos.insert(i, self.theta[at.entry + at.column]);
+                sin.insert(i, self.sines[at.entry + at.column]);
+            } else {
+                let mut column = at.column;
+                if comptime!(self.form.single) {
+                    column = 0usize.runtime();
+                }
+                let both = sin_cos(at.coordinate * self.theta[row * self.columns + column]);
+                cos.insert(i, both.cos);
+                sin.insert(i, both.sin);
+            }
+        }
+        Rotation::<N> { cos, sin }
+    }
 }
 
 #[derive(CubeType, Clone, Copy)]

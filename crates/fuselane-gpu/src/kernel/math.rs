@@ -24,7 +24,7 @@ const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// ln 2 in 15 bits: times an integer of 9 bits it is exact.
 const LN2_HIGH: f32 = 22713.0 / 32768.0;
 const LN2_LOW: f32 = 1.428_606_8e-6;
-/// 2^64: the distance that intermediate results keep from the ends of f32.
+/// 2^64: how far intermediate results stay from the ends of f32.
 const UP: f32 = (1u128 << 64) as f32;
 const TWICE_UP: f32 = 2.0 * UP;
 /// 2^-64.
@@ -100,6 +100,17 @@ pub(crate) fn value_and_slope<N: Size>(
         slopes.insert(i, slope);
     }
     (values, slopes)
+}
+
+/// e^x; see [`exp_of`].
+#[cube]
+pub(crate) fn exp<N: Size>(x: Vector<f32, N>, #[comptime] short: bool) -> Vector<f32, N> {
+    let mut e = Vector::<f32, N>::new(0.0f32);
+    #[unroll]
+    for i in 0..N::value() {
+        e.insert(i, exp_of(x.extract(i), short));
+    }
+    e
 }
 
 /// grad * f'(x), where relu and its square cut `grad` off whatever it is.
@@ -314,7 +325,7 @@ fn power_of_two(n: i32) -> f32 {
     f32::reinterpret(u32::cast_from(n + 127i32) << 23u32)
 }
 
-/// e^-u in pieces: (1 + r q) * scale, where e^-r = 1 + r q.
+/// e^-u as a product, (1 + r q) * scale, where e^-r = 1 + r q.
 #[derive(CubeType)]
 struct Power {
     r: f32,
@@ -370,8 +381,8 @@ fn exact_exp(x: f32) -> f32 {
 /// e^x as a product of two numbers, of which the first is not denormal where the second is not 1.
 #[cube]
 fn short_exp(x: f32) -> (f32, f32) {
-    let far = x < SHORT_LIMIT;
-    (select(far, x + LN_UP, x).exp(), select(far, DOWN, 1.0f32))
+    let low = x < SHORT_LIMIT;
+    (select(low, x + LN_UP, x).exp(), select(low, DOWN, 1.0f32))
 }
 
 #[cube]
@@ -417,9 +428,9 @@ fn silu(x: f32, #[comptime] short: bool) -> f32 {
         let value = x * select(negative, e, 1.0f32) / (1.0f32 + e * scale);
         nan_of_nan_and_minus_infinity(x, value * select(negative, scale, 1.0f32))
     } else {
-        let kept = at_least(at_most(x, 32.0f32), -111.0f32);
-        let power = power_of_minus(kept, 0.0f32, -64);
-        gated(x, kept, 32.0f32, &power)
+        let clamped = at_least(at_most(x, 32.0f32), -111.0f32);
+        let power = power_of_minus(clamped, 0.0f32, -64);
+        gated(x, clamped, 32.0f32, &power)
     }
 }
 
@@ -439,19 +450,19 @@ fn silu_and_slope(x: f32, #[comptime] short: bool) -> (f32, f32) {
         let slope = bracket * s * s * by;
         (nan_of_nan_and_minus_infinity(x, value), nan_unless_finite(x, slope))
     } else {
-        let kept = at_least(at_most(x, 32.0f32), -111.0f32);
-        let power = power_of_minus(kept, 0.0f32, -64);
-        gated_and_slope(x, kept, 32.0f32, kept, &power)
+        let clamped = at_least(at_most(x, 32.0f32), -111.0f32);
+        let power = power_of_minus(clamped, 0.0f32, -64);
+        gated_and_slope(x, clamped, 32.0f32, clamped, &power)
     }
 }
 
 /// x sigmoid(v): what silu and the approximate GELU have in common.
 ///
-/// `kept` is x clamped; beyond `most` the result is x. `power` is 2^-64 e^-v: without the shift,
+/// `clamped` is x within what the power can hold; beyond `most` the result is x. `power` is 2^-64 e^-v: without the shift,
 /// the divisor would overflow in the tail.
 #[cube]
-fn gated(x: f32, kept: f32, most: f32, power: &Power) -> f32 {
-    let y = opaque(kept / (fraction(power) * power.scale + DOWN)) * DOWN;
+fn gated(x: f32, clamped: f32, most: f32, power: &Power) -> f32 {
+    let y = opaque(clamped / (fraction(power) * power.scale + DOWN)) * DOWN;
     nan_of_nan_and_minus_infinity(x, select(x > most, x, y))
 }
 
@@ -460,11 +471,11 @@ fn gated(x: f32, kept: f32, most: f32, power: &Power) -> f32 {
 /// With s = sigmoid(v), the slope is s (1 + reach (1 - s)). 1 - s is found as s e^-v, which has no
 /// cancellation. s is 2^48 too large here, so that the tail stays normal.
 #[cube]
-fn gated_and_slope(x: f32, kept: f32, most: f32, reach: f32, power: &Power) -> (f32, f32) {
+fn gated_and_slope(x: f32, clamped: f32, most: f32, reach: f32, power: &Power) -> (f32, f32) {
     let lowered = comptime!(1.0 / (1u64 << 48) as f32);
     let e = fraction(power) * power.scale;
     let s = comptime!(1.0 / 65536.0f32) / (e + DOWN);
-    let value = select(x > most, x, opaque(kept * s) * lowered);
+    let value = select(x > most, x, opaque(clamped * s) * lowered);
     let complement = e * s; // 2^-16 (1 - s)
     let bracket = reach * complement * 65536.0f32 + 1.0f32;
     let slope = opaque(s * bracket) * lowered;
@@ -546,27 +557,27 @@ fn gelu_and_slope(x: f32) -> (f32, f32) {
 /// exact.
 #[cube]
 fn gelu_tanh_parts(x: f32) -> (f32, Power, f32) {
-    let kept = at_least(at_most(x, 7.0f32), -11.0f32);
-    let (square, square_low) = two_product(kept, kept);
+    let clamped = at_least(at_most(x, 7.0f32), -11.0f32);
+    let (square, square_low) = two_product(clamped, clamped);
     let (g, g_low) = two_product(square, TANH_KC);
     let b = opaque(TANH_K + g);
     let b_low =
         ((TANH_K - b) + g) + (g_low + (square_low * TANH_KC + (square * TANH_KC_LOW + TANH_K_LOW)));
-    let (v, v_low) = two_product(kept, b);
-    (kept, power_of_minus(v, kept * b_low + v_low, -64), square)
+    let (v, v_low) = two_product(clamped, b);
+    (clamped, power_of_minus(v, clamped * b_low + v_low, -64), square)
 }
 
 #[cube]
 fn gelu_tanh(x: f32) -> f32 {
-    let (kept, power, _) = gelu_tanh_parts(x);
-    gated(x, kept, 7.0f32, &power)
+    let (clamped, power, _) = gelu_tanh_parts(x);
+    gated(x, clamped, 7.0f32, &power)
 }
 
 #[cube]
 fn gelu_tanh_and_slope(x: f32) -> (f32, f32) {
-    let (kept, power, square) = gelu_tanh_parts(x);
-    let reach = (square * TANH_3KC + TANH_K_SUM) * kept;
-    gated_and_slope(x, kept, 7.0f32, reach, &power)
+    let (clamped, power, square) = gelu_tanh_parts(x);
+    let reach = (square * TANH_3KC + TANH_K_SUM) * clamped;
+    gated_and_slope(x, clamped, 7.0f32, reach, &power)
 }
 
 /// ln(1 + e^x) = max(x, 0) + ln(1 + e^-|x|).

@@ -84,33 +84,62 @@ pub(crate) fn bf16_bits(number: f32) -> u32 {
     select(nan, (bits >> 16) | 0x40u32, rounded)
 }
 
-/// Where an operand's rows lie, in vectors.
+/// Where the rows of an operand lie, in vectors.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct Place {
+pub(crate) struct RowLayout {
     /// The first one.
     pub(crate) offset: usize,
-    /// The step of each dimension of the call's rows.
+    /// The stride of each dimension of the call's rows.
     pub(crate) strides: Sequence<usize>,
 }
 
-/// Where row number `row` of an operand begins, of rows counted over `shape`.
 #[cube]
-pub(crate) fn row_start(place: &Place, shape: &Sequence<usize>, row: usize) -> usize {
-    let mut start = place.offset;
-    let mut rest = row;
-    let rank = shape.len();
-    #[unroll]
-    for i in 0..rank {
-        let dim = comptime!(rank - 1 - i);
-        if comptime!(dim == 0) {
-            start += rest * *place.strides.index(dim);
-        } else {
-            let size = *shape.index(dim);
-            start += (rest % size) * *place.strides.index(dim);
-            rest /= size;
+impl RowLayout {
+    /// Where row number `row` begins, of rows counted over `shape`.
+    pub(crate) fn row_start(&self, shape: &Sequence<usize>, row: usize) -> usize {
+        let mut start = self.offset;
+        let mut rest = row;
+        let rank = shape.len();
+        #[unroll]
+        for i in 0..rank {
+            let dim = comptime!(rank - 1 - i);
+            if comptime!(dim == 0) {
+                start += rest * *self.strides.index(dim);
+            } else {
+                let size = *shape.index(dim);
+                start += (rest % size) * *self.strides.index(dim);
+                rest /= size;
+            }
         }
+        start
     }
-    start
+}
+
+/// A buffer of activations with its rows.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Operand<E: Numeric, P: Size> {
+    pub(crate) buffer: Box<[Vector<E, P>]>,
+    pub(crate) layout: RowLayout,
+    #[cube(comptime)]
+    pub(crate) format: Format,
+}
+
+#[cube]
+impl<E: Numeric, P: Size> Operand<E, P> {
+    /// Vector `at` of the buffer.
+    pub(crate) fn load<N: Size>(&self, at: usize) -> Vector<f32, N> {
+        load::<E, P, N>(&self.buffer, at, self.format)
+    }
+
+    /// Writes vector `at` of the buffer.
+    pub(crate) fn store<N: Size>(&mut self, at: usize, numbers: Vector<f32, N>) {
+        store::<E, P, N>(&mut self.buffer, at, numbers, self.format);
+    }
+
+    /// Where row number `row` begins, of rows counted over `shape`.
+    pub(crate) fn row_start(&self, shape: &Sequence<usize>, row: usize) -> usize {
+        self.layout.row_start(shape, row)
+    }
 }
 
 /// The number of this unit among all of a launch.

@@ -24,7 +24,7 @@ struct Tile {
     slices: u32,
 }
 
-/// `tiles` are those that the columns take, and `parts` the rows that are written.
+/// `tiles` are those that the columns take, and `blocks` of rows have a sum each.
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn sum_rows(
     from: &[f32],
@@ -32,17 +32,17 @@ fn sum_rows(
     rows: usize,
     columns: usize,
     tiles: usize,
-    parts: usize,
+    blocks: usize,
     #[comptime] tile: Tile,
 ) {
     let mut shared = Shared::<[f32]>::new_slice(comptime!((tile.columns * tile.slices) as usize));
-    let (part, first) = (CUBE_POS / tiles, CUBE_POS % tiles);
+    let (block, first) = (CUBE_POS / tiles, CUBE_POS % tiles);
     let column = first * comptime!(tile.columns as usize) + UNIT_POS_X as usize;
     let unit = (UNIT_POS_Y * comptime!(tile.columns) + UNIT_POS_X) as usize;
-    let end = rows.min((part + 1usize) * ROWS);
+    let end = rows.min((block + 1usize) * ROWS);
     let mut sum = 0.0f32;
     if column < columns {
-        let mut row = part * ROWS + UNIT_POS_Y as usize;
+        let mut row = block * ROWS + UNIT_POS_Y as usize;
         while row < end {
             sum += from[row * columns + column];
             row += comptime!(tile.slices as usize);
@@ -58,9 +58,9 @@ fn sum_rows(
             shared[unit] += shared[unit + other];
         }
     }
-    // A grid of two dimensions has cubes beyond the last part.
-    if UNIT_POS_Y == 0u32 && column < columns && part < parts {
-        to[part * columns + column] = shared[unit];
+    // A grid of two dimensions has cubes beyond the last block.
+    if UNIT_POS_Y == 0u32 && column < columns && block < blocks {
+        to[block * columns + column] = shared[unit];
     }
 }
 
@@ -78,14 +78,14 @@ pub(crate) fn sum_partials(operator: &'static str, partials: &Tensor, out: &Tens
     let mut from = partials.clone();
     loop {
         let rows = from.len() / columns;
-        let parts = rows.div_ceil(ROWS).max(1);
-        let to = match parts {
+        let blocks = rows.div_ceil(ROWS).max(1);
+        let to = match blocks {
             1 => out.clone(),
-            _ => device.empty(DType::F32, &[parts, columns])?,
+            _ => device.empty(DType::F32, &[blocks, columns])?,
         };
         let dim = CubeDim::new_2d(tile.columns, tile.slices);
         let numbers = largest([Some(&from), Some(&to)]);
-        let grid = Grid::new(operator, device, parts * tiles, dim, numbers)?;
+        let grid = Grid::new(operator, device, blocks * tiles, dim, numbers)?;
         launch!(
             device,
             sum_rows,
@@ -95,10 +95,10 @@ pub(crate) fn sum_partials(operator: &'static str, partials: &Tensor, out: &Tens
             rows,
             columns,
             tiles,
-            parts,
+            blocks,
             tile,
         );
-        if parts == 1 {
+        if blocks == 1 {
             return Ok(());
         }
         from = to;
@@ -122,7 +122,7 @@ mod tests {
         };
         let partials = upload(&vec![1.0; 2 * columns], &[2, columns]);
         let around = upload(&vec![7.0; 2 * columns], &[2 * columns]);
-        let out = around.narrow(0, 0, columns).expect("a part");
+        let out = around.narrow(0, 0, columns).expect("a range");
         sum_partials("test", &partials, &out).expect("sums");
         let numbers = around.download::<f32>().expect("numbers");
         assert!(numbers[..columns].iter().all(|&sum| sum == 2.0));

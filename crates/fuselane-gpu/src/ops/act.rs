@@ -5,9 +5,9 @@
 use cubecl::prelude::*;
 use fuselane::{Act, Result};
 
-use crate::copy::through_f32;
+use crate::copy::all_through_f32;
 use crate::kernel::math;
-use crate::kernel::storage::{Format, Place, load, row_start, store, unit_number};
+use crate::kernel::storage::{Operand, unit_number};
 use crate::launch::{Grid, Rows, Storage, largest, launch, one_device, result_like, with_words};
 use crate::tensor::Tensor;
 
@@ -15,53 +15,46 @@ const NAME: &str = "act";
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn act_forward<E: Numeric, P: Size, N: Size>(
-    x: &[Vector<E, P>],
-    o: &mut [Vector<E, P>],
-    x_place: &Place,
-    o_place: &Place,
+    x: &Operand<E, P>,
+    o: &mut Operand<E, P>,
     shape: &Sequence<usize>,
     vectors: usize,
     total: usize,
     #[comptime] act: Act,
     #[comptime] short: bool,
-    #[comptime] format: Format,
 ) {
     let unit = unit_number();
     if unit < total {
         let (row, column) = (unit / vectors, unit % vectors);
-        let x = load::<E, P, N>(x, row_start(x_place, shape, row) + column, format);
+        let x = x.load::<N>(x.row_start(shape, row) + column);
         let y = math::value::<N>(x, act, short);
-        store::<E, P, N>(o, row_start(o_place, shape, row) + column, y, format);
+        o.store::<N>(o.row_start(shape, row) + column, y);
     }
 }
 
 /// `from_output` says that `x` is the forward's output.
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn act_backward<E: Numeric, P: Size, N: Size>(
-    x: &[Vector<E, P>],
-    grad: &[Vector<E, P>],
-    dx: &mut [Vector<E, P>],
-    x_place: &Place,
-    grad_place: &Place,
-    dx_place: &Place,
+    x: &Operand<E, P>,
+    grad: &Operand<E, P>,
+    dx: &mut Operand<E, P>,
     shape: &Sequence<usize>,
     vectors: usize,
     total: usize,
     #[comptime] act: Act,
     #[comptime] from_output: bool,
     #[comptime] short: bool,
-    #[comptime] format: Format,
 ) {
     let unit = unit_number();
     if unit < total {
         let (row, column) = (unit / vectors, unit % vectors);
-        let x = load::<E, P, N>(x, row_start(x_place, shape, row) + column, format);
-        let grad = load::<E, P, N>(grad, row_start(grad_place, shape, row) + column, format);
-        let dx_at = row_start(dx_place, shape, row) + column;
+        let x = x.load::<N>(x.row_start(shape, row) + column);
+        let grad = grad.load::<N>(grad.row_start(shape, row) + column);
+        let dx_at = dx.row_start(shape, row) + column;
         if comptime!(from_output) {
-            store::<E, P, N>(dx, dx_at, math::pull_back_from_output::<N>(x, grad, act), format);
+            dx.store::<N>(dx_at, math::pull_back_from_output::<N>(x, grad, act));
         } else {
-            store::<E, P, N>(dx, dx_at, math::pull_back::<N>(x, grad, act, short), format);
+            dx.store::<N>(dx_at, math::pull_back::<N>(x, grad, act, short));
         }
     }
 }
@@ -124,19 +117,15 @@ fn run_forward(act: Act, x: &Tensor, o: &Tensor) -> Result<()> {
     let storage = Storage::of(device, x.dtype());
     let rows = Rows::new([Some(&x), Some(&o)], *x.shape().last().unwrap_or(&1)).flattened();
     let Some(width) = rows.width(device, storage, 2, &[]) else {
-        return through_f32(NAME, [Some(&x)], [Some(&o)], |[x], [o]| match (x, o) {
-            (Some(x), Some(o)) => run_forward(act, x, o),
-            _ => Ok(()),
-        });
+        return all_through_f32(NAME, [&x], [&o], |[x], [o]| run_forward(act, x, o));
     };
     let (vectors, n) = (rows.len / width.numbers, width.numbers);
     let total = rows.count() * vectors;
-    let [x_rows, o_rows] = [rows.operand(0), rows.operand(1)];
     let grid = Grid::of_units(NAME, device, total, largest([Some(&x), Some(&o)]))?;
     with_words!(storage, E => launch!(
         device, act_forward::<E>, grid, width.words, n,
-        x_rows.buffer(storage), o_rows.buffer(storage), x_rows.place(n), o_rows.place(n),
-        rows.shape(), vectors, total, act, storage.is_short(), storage.format(),
+        rows.argument(0, storage, width), rows.argument(1, storage, width),
+        rows.shape(), vectors, total, act, storage.is_short(),
     ));
     Ok(())
 }
@@ -150,22 +139,18 @@ fn run_backward(act: Act, from_output: bool, x: &Tensor, grad: &Tensor, dx: &Ten
     let tensors = [Some(&x), Some(&grad), Some(&dx)];
     let rows = Rows::new(tensors, *x.shape().last().unwrap_or(&1)).flattened();
     let Some(width) = rows.width(device, storage, 3, &[]) else {
-        let run = |[x, grad]: [Option<&Tensor>; 2], [dx]: [Option<&Tensor>; 1]| match (x, grad, dx)
-        {
-            (Some(x), Some(grad), Some(dx)) => run_backward(act, from_output, x, grad, dx),
-            _ => Ok(()),
-        };
-        return through_f32(NAME, [Some(&x), Some(&grad)], [Some(&dx)], run);
+        return all_through_f32(NAME, [&x, &grad], [&dx], |[x, grad], [dx]| {
+            run_backward(act, from_output, x, grad, dx)
+        });
     };
     let (vectors, n) = (rows.len / width.numbers, width.numbers);
     let total = rows.count() * vectors;
-    let [x_rows, grad_rows, dx_rows] = [0, 1, 2].map(|i| rows.operand(i));
     let grid = Grid::of_units(NAME, device, total, largest(tensors))?;
     with_words!(storage, E => launch!(
         device, act_backward::<E>, grid, width.words, n,
-        x_rows.buffer(storage), grad_rows.buffer(storage), dx_rows.buffer(storage),
-        x_rows.place(n), grad_rows.place(n), dx_rows.place(n),
-        rows.shape(), vectors, total, act, from_output, storage.is_short(), storage.format(),
+        rows.argument(0, storage, width), rows.argument(1, storage, width),
+        rows.argument(2, storage, width),
+        rows.shape(), vectors, total, act, from_output, storage.is_short(),
     ));
     Ok(())
 }

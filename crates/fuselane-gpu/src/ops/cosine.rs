@@ -1,97 +1,11 @@
 //! Cosine encoding with a fused activation; see [`fuselane::Cosine`].
 
-use fuselane::{Cosine, Result};
+pub use super::encode::EncodingBackward as CosineBackward;
 
-use super::tokens::{self, Call, Gradients};
-use crate::angles::Angles;
-use crate::launch::{one_device, result_like};
-use crate::tensor::Tensor;
-
-const NAME: &str = "cosine";
-
-/// The tensors of a backward call. Outputs that are `None` are not computed.
-#[derive(Debug)]
-pub struct CosineBackward<'a> {
-    /// What the forward got; needed where there is an activation, and for `dtheta`.
-    pub x: Option<&'a Tensor>,
-    /// The gradient that arrives at the output, with 2d features.
-    pub grad: &'a Tensor,
-    /// The frequencies or the table that the forward used.
-    pub angles: Angles<'a>,
-    /// The gradient of x.
-    pub dx: Option<&'a mut Tensor>,
-    /// The gradient of theta, in theta's shape.
-    pub dtheta: Option<&'a mut Tensor>,
-}
-
-/// Writes the encoded `x` into `o`, which has twice as many features.
-pub fn forward_into<'a>(
-    options: &Cosine<'_>,
-    x: &Tensor,
-    angles: impl Into<Angles<'a>>,
-    o: &mut Tensor,
-) -> Result<()> {
-    let angles = angles.into();
-    one_device(NAME, [("x", Some(x)), angles.tensor(), ("o", Some(o))])?;
-    let encoding = options.check_forward(x.view()?, angles.checked()?, o.view_mut()?)?;
-    tokens::forward(&call(options, encoding, angles), x, o)
-}
-
-/// The encoded `x` in a new tensor.
-pub fn forward<'a>(
-    options: &Cosine<'_>,
-    x: &Tensor,
-    angles: impl Into<Angles<'a>>,
-) -> Result<Tensor> {
-    let mut shape = x.shape().to_vec();
-    if let Some(last) = shape.last_mut() {
-        *last *= 2;
-    }
-    let mut o = result_like(NAME, "x", x, &shape)?;
-    forward_into(options, x, angles, &mut o)?;
-    Ok(o)
-}
-
-/// Writes the gradients that are asked for.
-pub fn backward_into(options: &Cosine<'_>, backward: CosineBackward<'_>) -> Result<()> {
-    let CosineBackward { x, grad, angles, dx, dtheta } = backward;
-    let (dx, dtheta) = (dx.as_deref(), dtheta.as_deref());
-    one_device(
-        NAME,
-        [("grad", Some(grad)), ("x", x), angles.tensor(), ("dx", dx), ("dtheta", dtheta)],
-    )?;
-    let encoding = options.check_backward(fuselane::CosineBackward {
-        x: x.map(Tensor::view).transpose()?,
-        grad: grad.view()?,
-        angles: angles.checked()?,
-        dx: dx.map(Tensor::view_mut).transpose()?,
-        dtheta: dtheta.map(Tensor::view_mut).transpose()?,
-    })?;
-    tokens::backward(&call(options, encoding, angles), Gradients { x, grad, dx, dtheta })
-}
-
-/// `dx` of [`backward_into`] in a new tensor.
-pub fn backward<'a>(
-    options: &Cosine<'_>,
-    x: Option<&'a Tensor>,
-    grad: &'a Tensor,
-    angles: impl Into<Angles<'a>>,
-) -> Result<Tensor> {
-    let mut shape = grad.shape().to_vec();
-    if let Some(last) = shape.last_mut() {
-        *last /= 2;
-    }
-    let mut dx = result_like(NAME, "grad", grad, &shape)?;
-    let angles = angles.into();
-    backward_into(options, CosineBackward { x, grad, angles, dx: Some(&mut dx), dtheta: None })?;
-    Ok(dx)
-}
-
-fn call<'a>(
-    options: &Cosine<'a>,
-    encoding: fuselane::plan::Encoding,
-    angles: Angles<'a>,
-) -> Call<'a> {
-    let Cosine { act, layout, positions, extra_tokens, sequences } = *options;
-    Call { operator: NAME, encoding, act, layout, positions, extra_tokens, sequences, angles }
+super::encode::functions! {
+    /// Writes the encoded `x` into `o`, which has twice as many features.
+    forward_into,
+    /// The encoded `x` in a new tensor.
+    forward,
+    Cosine, CosineBackward, name: "cosine", outputs: 2
 }

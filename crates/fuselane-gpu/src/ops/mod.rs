@@ -1,8 +1,8 @@
-//! One file per operator.
+//! One module per operator.
 
 pub mod act;
 pub mod cosine;
+pub(crate) mod encode;
 pub mod normalize;
 pub mod rotate;
 pub mod softmax;
-mod tokens;

@@ -9,10 +9,9 @@ use fuselane::{
 };
 
 use super::{Class, Recording};
-use crate::cosine::CosineBackward;
 use crate::normalize::{NormalizeBackward, NormalizeForward, Residual};
-use crate::rotate::RotateBackward;
-use crate::{AngleTable, Angles, Device, Tensor, act, cosine, normalize, rotate, softmax};
+use crate::ops::encode::{self, Encoder, EncodingBackward};
+use crate::{AngleTable, Angles, Device, Tensor, act, normalize, softmax};
 
 /// The dtypes of GPUs.
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -27,18 +26,18 @@ pub(super) fn all(recording: &mut Recording) -> Result<()> {
     cosine_cases(recording)
 }
 
-/// Records a call, with indices of 32 bits and, if `far`, of 64 bits too: for one dtype, as the
+/// Records a call, with indices of 32 bits and, if `wide_indices`, of 64 bits too: for one dtype, as the
 /// indices are the same for all.
 fn call(
     recording: &mut Recording,
     class: &Class,
-    far: bool,
+    wide_indices: bool,
     run: impl Fn(&Device) -> Result<()>,
 ) -> Result<()> {
     recording.call(class, &run)?;
-    if far && class.dtype == DType::F32 {
+    if wide_indices && class.dtype == DType::F32 {
         let options = format!("{}, 64-bit indices", class.options);
-        recording.call_far(&Class { options, ..class.clone() }, &run)?;
+        recording.call_wide_indices(&Class { options, ..class.clone() }, &run)?;
     }
     Ok(())
 }
@@ -114,8 +113,8 @@ fn softmax_cases(recording: &mut Recording) -> Result<()> {
                     let masked = if zero_masked_rows { "masked" } else { "" };
                     let class = class("softmax", dtype, &[direction, log_word, masked, size], true);
                     let options = Softmax { dim, log, zero_masked_rows };
-                    let far = !log && !zero_masked_rows && wide;
-                    call(recording, &Class { wide, ..class }, far, |device| {
+                    let wide_indices = !log && !zero_masked_rows && wide;
+                    call(recording, &Class { wide, ..class }, wide_indices, |device| {
                         let tensor = || device.empty(dtype, &shape);
                         let (x, grad, mut o) = (tensor()?, tensor()?, tensor()?);
                         match direction {
@@ -141,12 +140,12 @@ const FUSED: [(&str, FusedAct); 3] = [
 const TOKENS: usize = 64;
 
 /// The angles of a call.
-enum Given {
+enum CaseAngles {
     Theta(Tensor),
     Table(Box<AngleTable>),
 }
 
-impl Given {
+impl CaseAngles {
     fn new(device: &Device, [rows, columns]: [usize; 2], table: bool) -> Result<Self> {
         if !table {
             return Ok(Self::Theta(device.empty(DType::F32, &[rows, columns])?));
@@ -187,13 +186,13 @@ struct Variant<O> {
     /// Whether it goes with odd sizes too.
     odd: bool,
     /// Whether indices of 64 bits are looked at as well.
-    far: bool,
+    wide_indices: bool,
 }
 
-impl<O: Copy> Variant<O> {
+impl<O> Variant<O> {
     fn new(words: &'static str, options: O, columns: usize) -> Self {
-        let (theta, table, features, odd, far) = ([1, columns], false, 128, true, false);
-        Self { words, options, theta, table, features, odd, far }
+        let (theta, table, features, odd, wide_indices) = ([1, columns], false, 128, true, false);
+        Self { words, options, theta, table, features, odd, wide_indices }
     }
 
     /// Features and the shape of theta, with `angles` of them if sizes are odd.
@@ -234,7 +233,7 @@ fn rotate_cases(recording: &mut Recording) -> Result<()> {
         Variant { theta: [1, 16], odd: false, ..new("rotary dim", rotary) },
     ];
     for (words, act) in FUSED {
-        variants.push(Variant { far: true, ..new(words, Rotate { act, ..plain }) });
+        variants.push(Variant { wide_indices: true, ..new(words, Rotate { act, ..plain }) });
     }
     for (words, options) in [
         ("softmax of features, positions per batch", per_batch),
@@ -249,35 +248,10 @@ fn rotate_cases(recording: &mut Recording) -> Result<()> {
         theta: [1, LONG / 2],
         features: LONG,
         odd: false,
-        far: true,
+        wide_indices: true,
         ..new("softmax of long rows", long)
     });
-    for dtype in DTYPES {
-        for variant in &variants {
-            let Variant { words, options, table, odd, far, .. } = variant;
-            for wide in WIDE.into_iter().filter(|wide| *wide || *odd) {
-                let (features, theta) = variant.sizes(wide, 6, 3);
-                let (shape, far) = ([2, TOKENS, HEADS, features], *far && wide);
-                let class = class("rotate", dtype, &["rotate", words], wide);
-                let has_act = options.act != FusedAct::default();
-                call(recording, &class, far, |device| {
-                    let given = Given::new(device, theta, *table)?;
-                    let (x, mut o) = (device.empty(dtype, &shape)?, device.empty(dtype, &shape)?);
-                    rotate::forward_into(options, &x, given.angles(), &mut o)
-                })?;
-                call(recording, &class, far, |device| {
-                    let given = Given::new(device, theta, *table)?;
-                    let (x, grad) = (device.empty(dtype, &shape)?, device.empty(dtype, &shape)?);
-                    let (mut dx, mut dtheta) = (device.empty(dtype, &shape)?, given.gradient()?);
-                    let x = (has_act || dtheta.is_some()).then_some(&x);
-                    let (angles, dtheta) = (given.angles(), dtheta.as_mut());
-                    let call = RotateBackward { x, grad: &grad, angles, dx: Some(&mut dx), dtheta };
-                    rotate::backward_into(options, call)
-                })?;
-            }
-        }
-    }
-    Ok(())
+    encoding_cases(recording, &variants, [2, TOKENS, HEADS], (6, 3))
 }
 
 fn cosine_cases(recording: &mut Recording) -> Result<()> {
@@ -291,7 +265,7 @@ fn cosine_cases(recording: &mut Recording) -> Result<()> {
         Variant { theta: [1, 64], odd: false, ..new("grid", grid) },
     ];
     for (words, act) in FUSED {
-        variants.push(Variant { far: true, ..new(words, Cosine { act, ..plain }) });
+        variants.push(Variant { wide_indices: true, ..new(words, Cosine { act, ..plain }) });
     }
     let long = Cosine { act: FusedAct::SoftmaxFeatures, ..plain };
     variants.push(Variant {
@@ -300,29 +274,44 @@ fn cosine_cases(recording: &mut Recording) -> Result<()> {
         odd: false,
         ..new("softmax of long rows", long)
     });
+    encoding_cases(recording, &variants, [2, HEADS, TOKENS], (5, 5))
+}
+
+/// Records the variants of an encoding, of `outer` dimensions before the features; of odd sizes,
+/// with the features and angles in `odd`.
+fn encoding_cases<O: Encoder>(
+    recording: &mut Recording,
+    variants: &[Variant<O>],
+    outer: [usize; 3],
+    odd: (usize, usize),
+) -> Result<()> {
     for dtype in DTYPES {
-        for variant in &variants {
-            let Variant { words, options, table, odd, far, .. } = variant;
-            for wide in WIDE.into_iter().filter(|wide| *wide || *odd) {
-                let (features, theta) = variant.sizes(wide, 5, 5);
-                let shape = [2, HEADS, TOKENS, features];
-                let twice = [2, HEADS, TOKENS, 2 * features];
-                let far = *far && wide;
-                let class = class("cosine", dtype, &["cosine", words], wide);
-                let has_act = options.act != FusedAct::default();
-                call(recording, &class, far, |device| {
-                    let given = Given::new(device, theta, *table)?;
-                    let (x, mut o) = (device.empty(dtype, &shape)?, device.empty(dtype, &twice)?);
-                    cosine::forward_into(options, &x, given.angles(), &mut o)
+        for variant in variants {
+            let Variant { words, options, table, .. } = variant;
+            for wide in WIDE.into_iter().filter(|wide| *wide || variant.odd) {
+                let (features, theta) = variant.sizes(wide, odd.0, odd.1);
+                let [x_shape, o_shape] = [1, O::OUTPUTS].map(|outputs| {
+                    let [batch, first, second] = outer;
+                    [batch, first, second, features * outputs]
+                });
+                let class = class(O::NAME, dtype, &[O::NAME, words], wide);
+                let wide_indices = variant.wide_indices && wide;
+                let has_act = options.options().act != FusedAct::default();
+                call(recording, &class, wide_indices, |device| {
+                    let given = CaseAngles::new(device, theta, *table)?;
+                    let x = device.empty(dtype, &x_shape)?;
+                    let mut o = device.empty(dtype, &o_shape)?;
+                    encode::forward_into(options, &x, given.angles(), &mut o)
                 })?;
-                call(recording, &class, far, |device| {
-                    let given = Given::new(device, theta, *table)?;
-                    let (x, grad) = (device.empty(dtype, &shape)?, device.empty(dtype, &twice)?);
-                    let (mut dx, mut dtheta) = (device.empty(dtype, &shape)?, given.gradient()?);
+                call(recording, &class, wide_indices, |device| {
+                    let given = CaseAngles::new(device, theta, *table)?;
+                    let x = device.empty(dtype, &x_shape)?;
+                    let grad = device.empty(dtype, &o_shape)?;
+                    let (mut dx, mut dtheta) = (device.empty(dtype, &x_shape)?, given.gradient()?);
                     let x = (has_act || dtheta.is_some()).then_some(&x);
-                    let (angles, dtheta) = (given.angles(), dtheta.as_mut());
-                    let call = CosineBackward { x, grad: &grad, angles, dx: Some(&mut dx), dtheta };
-                    cosine::backward_into(options, call)
+                    let (angles, dx, dtheta) = (given.angles(), Some(&mut dx), dtheta.as_mut());
+                    let call = EncodingBackward { x, grad: &grad, angles, dx, dtheta };
+                    encode::backward_into(options, call)
                 })?;
             }
         }
@@ -340,19 +329,19 @@ fn normalize_cases(recording: &mut Recording) -> Result<()> {
         /// Whether the sum overwrites the residual, whose gradient is asked for too.
         in_place: bool,
         gate: bool,
-        far: bool,
+        wide_indices: bool,
     }
     let plain = |words, options| {
-        let (weight, bias, residual, in_place, gate, far) =
+        let (weight, bias, residual, in_place, gate, wide_indices) =
             (true, false, false, false, false, false);
-        Variant { words, options, weight, bias, residual, in_place, gate, far }
+        Variant { words, options, weight, bias, residual, in_place, gate, wide_indices }
     };
     let gated =
         |gate_position, gate_act| Normalize { gate_position, gate_act, ..Normalize::rms_norm() };
     let layer = Normalize { gate_position: GatePosition::Post, ..Normalize::layer_norm() };
     let one_plus = Normalize { weight_form: WeightForm::OnePlus, ..Normalize::rms_norm() };
     let variants = [
-        Variant { far: true, ..plain("rms", Normalize::rms_norm()) },
+        Variant { wide_indices: true, ..plain("rms", Normalize::rms_norm()) },
         plain("rms, one plus weight", one_plus),
         Variant {
             residual: true,
@@ -367,7 +356,13 @@ fn normalize_cases(recording: &mut Recording) -> Result<()> {
             gate: true,
             ..plain("rms, silu gate after", gated(GatePosition::Post, Act::Silu))
         },
-        Variant { bias: true, residual: true, gate: true, far: true, ..plain("layer, all", layer) },
+        Variant {
+            bias: true,
+            residual: true,
+            gate: true,
+            wide_indices: true,
+            ..plain("layer, all", layer)
+        },
     ];
     // Rows that a part of a plane, a cube, and only a second reading can hold; and one in groups.
     const SIZES: [(&str, [usize; 2], usize, bool); 5] = [
@@ -380,23 +375,31 @@ fn normalize_cases(recording: &mut Recording) -> Result<()> {
     for dtype in DTYPES {
         for variant in &variants {
             for (size, shape, groups, wide) in SIZES {
-                let Variant { words, options, weight, bias, residual, in_place, gate, far } =
-                    *variant;
-                let far = far && wide;
+                let Variant {
+                    words,
+                    options,
+                    weight,
+                    bias,
+                    residual,
+                    in_place,
+                    gate,
+                    wide_indices,
+                } = *variant;
+                let wide_indices = wide_indices && wide;
                 let options = Normalize { groups, ..options };
                 let tensors = |device: &Device, given: bool, shape: &[usize], dtype| {
                     given.then(|| device.empty(dtype, shape)).transpose()
                 };
                 let class = Class { wide, ..class("normalize", dtype, &[words, size], true) };
-                call(recording, &class, far, |device| {
+                call(recording, &class, wide_indices, |device| {
                     let like_x = |given| tensors(device, given, &shape, dtype);
                     let parameter = |given| tensors(device, given, &shape[1..], dtype);
-                    let kept = |given| tensors(device, given, &[shape[0], groups], DType::F32);
+                    let statistic = |given| tensors(device, given, &[shape[0], groups], DType::F32);
                     let (x, mut o) = (device.empty(dtype, &shape)?, device.empty(dtype, &shape)?);
                     let (weight, bias, gate) =
                         (parameter(weight)?, parameter(bias)?, like_x(gate)?);
                     let (added, mut sum) = (like_x(residual && !in_place)?, like_x(residual)?);
-                    let (mut rstd, mut mean) = (kept(true)?, kept(options.center)?);
+                    let (mut rstd, mut mean) = (statistic(true)?, statistic(options.center)?);
                     let residual = match (&added, &mut sum) {
                         (Some(added), Some(sum)) => Residual::AddInto(added, sum),
                         (None, Some(sum)) => Residual::AddInPlace(sum),
@@ -415,15 +418,15 @@ fn normalize_cases(recording: &mut Recording) -> Result<()> {
                         },
                     )
                 })?;
-                call(recording, &class, far, |device| {
+                call(recording, &class, wide_indices, |device| {
                     let like_x = |given| tensors(device, given, &shape, dtype);
                     let parameter = |given| tensors(device, given, &shape[1..], dtype);
-                    let kept = |given| tensors(device, given, &[shape[0], groups], DType::F32);
+                    let statistic = |given| tensors(device, given, &[shape[0], groups], DType::F32);
                     let (grad, x) = (device.empty(dtype, &shape)?, device.empty(dtype, &shape)?);
                     let rstd = device.empty(DType::F32, &[shape[0], groups])?;
                     let (given_weight, given_bias, given_gate) =
                         (parameter(weight)?, parameter(bias)?, like_x(gate)?);
-                    let (mean, arriving) = (kept(options.center)?, like_x(residual)?);
+                    let (mean, arriving) = (statistic(options.center)?, like_x(residual)?);
                     let (mut dx, mut dgate) = (like_x(true)?, like_x(gate)?);
                     let mut dresidual = like_x(in_place)?;
                     let (mut dweight, mut dbias) = (parameter(weight)?, parameter(bias)?);

@@ -115,19 +115,18 @@ fn properties(name: &str, plane: u32, vector: VectorSize, shared: usize) -> Devi
 }
 
 fn cuda() -> DeviceProperties {
-    let mut properties = properties("some CUDA device", 32, VectorSize::MAX, 99 << 10);
-    register_supported_types(&mut properties);
-    properties.features.memory_reinterpret = true;
-    properties.features.alignment = true;
-    properties.features.device_memory_scope = true;
-    properties.features.plane.insert(Plane::Ops);
+    let mut properties = of_cpp("some CUDA device", 32, 99 << 10);
     properties.features.plane.insert(Plane::Sync);
-    properties.features.plane.insert(Plane::NonUniformControlFlow);
     properties
 }
 
 fn hip(wave: u32) -> DeviceProperties {
-    let mut properties = properties("some HIP device", wave, VectorSize::MAX, 64 << 10);
+    of_cpp("some HIP device", wave, 64 << 10)
+}
+
+/// What CUDA and HIP have in common.
+fn of_cpp(name: &str, plane: u32, shared: usize) -> DeviceProperties {
+    let mut properties = properties(name, plane, VectorSize::MAX, shared);
     register_supported_types(&mut properties);
     properties.features.memory_reinterpret = true;
     properties.features.alignment = true;
