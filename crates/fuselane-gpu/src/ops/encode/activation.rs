@@ -131,11 +131,15 @@ pub(super) fn exponentials<N: Size>(
     problem: &Problem,
     #[comptime] short: bool,
 ) -> Pairs<N> {
-    let max = Vector::<f32, N>::new(max);
-    let a = math::exp::<N>(x.a - max, short);
+    // In turns: the second features after all the first ones make NVIDIA's compiler spill.
+    let mut a = Vector::<f32, N>::new(0.0f32);
     let mut b = Vector::<f32, N>::new(0.0f32);
-    if comptime!(problem.form.is_rotate()) {
-        b = math::exp::<N>(x.b - max, short);
+    #[unroll]
+    for i in 0..N::value() {
+        a.insert(i, math::exp_of(x.a.extract(i) - max, short));
+        if comptime!(problem.form.is_rotate()) {
+            b.insert(i, math::exp_of(x.b.extract(i) - max, short));
+        }
     }
     Pairs::<N> { a, b: second_or_zero::<N>(b, index.rotates) }
 }

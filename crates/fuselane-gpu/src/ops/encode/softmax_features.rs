@@ -64,27 +64,18 @@ impl<N: Size> PairArray<N> {
         PairArray::<N> { a, b }
     }
 
-    /// Loads the pairs of x that a unit has; gives their maximum.
+    /// Loads pairs of x; gives their maximum.
     fn load<E: Numeric, P: Size>(
         &mut self,
         x: &Operand<E, P>,
         from: usize,
         problem: &Problem,
         index: &Index,
-        #[comptime] len: usize,
-        #[comptime] team: Team,
+        #[comptime] k: usize,
     ) -> f32 {
-        let mut max = f32::new(f32::MIN);
-        #[unroll]
-        for k in 0..len {
-            let at = vector_of_unit(problem, index, k, team);
-            if at.vector < problem.vectors {
-                let pairs = problem.load_x::<E, P, N>(x, from, &at);
-                self.set(k, &pairs);
-                max = max.max(over_pairs::<N>(&pairs, &at, problem, Fold::Max));
-            }
-        }
-        max
+        let pairs = problem.load_x::<E, P, N>(x, from, index);
+        self.set(k, &pairs);
+        over_pairs::<N>(&pairs, index, problem, Fold::Max)
     }
 
     fn get(&self, #[comptime] k: usize) -> Pairs<N> {
@@ -161,7 +152,14 @@ fn encode_rows<E: Numeric, P: Size, N: Size>(
     for batch in row.entries.first..row.entries.end {
         let from = row.index.row_start(&x.layout, batch);
         let mut xs = PairArray::<N>::new(per_unit);
-        let max = xs.load::<E, P>(x, from, problem, &row.index, per_unit, team);
+        let mut max = f32::new(f32::MIN);
+        #[unroll]
+        for k in 0..per_unit {
+            let at = vector_of_unit(problem, &row.index, k, team);
+            if at.vector < problem.vectors {
+                max = max.max(xs.load::<E, P>(x, from, problem, &at, k));
+            }
+        }
         let max = over_units(max, &mut shared, Fold::Max, team);
         let mut sum = 0.0f32;
         #[unroll]
@@ -209,11 +207,13 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
         let grad_from = row.index.row_start(&grad.layout, batch);
         let mut xs = PairArray::<N>::new(per_unit);
         let mut dys = PairArray::<N>::new(per_unit);
-        let max = xs.load::<E, P>(x, x_from, problem, &row.index, per_unit, team);
+        let mut max = f32::new(f32::MIN);
+        // Both tensors in one loop: with one for each, NVIDIA's compiler spills.
         #[unroll]
         for k in 0..per_unit {
             let at = vector_of_unit(problem, &row.index, k, team);
             if at.vector < problem.vectors {
+                max = max.max(xs.load::<E, P>(x, x_from, problem, &at, k));
                 let pairs = problem.load_grad::<E, P, N>(grad, grad_from, &at);
                 let rotation = rotations.get(angles, batch, &at, k);
                 dys.set(k, &problem.decoded::<N>(&pairs, &rotation));
@@ -229,8 +229,7 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
                 let e = exponentials::<N>(&xs.get(k), max, &at, problem, false);
                 xs.set(k, &e);
                 sum += over_pairs::<N>(&e, &at, problem, Fold::Sum);
-                let dy = dys.get(k);
-                let product = Pairs::<N> { a: e.a * dy.a, b: e.b * dy.b };
+                let product = Pairs::<N> { a: e.a * dys.a[k], b: e.b * dys.b[k] };
                 dot += over_pairs::<N>(&product, &at, problem, Fold::Sum);
             }
         }
@@ -243,9 +242,10 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
         for k in 0..per_unit {
             let at = vector_of_unit(problem, &row.index, k, team);
             if row.exists && at.vector < problem.vectors {
-                let (e, dy) = (xs.get(k), dys.get(k));
-                let pairs =
-                    Pairs::<N> { a: e.a * scale * (dy.a - dot), b: e.b * scale * (dy.b - dot) };
+                let pairs = Pairs::<N> {
+                    a: xs.a[k] * scale * (dys.a[k] - dot),
+                    b: xs.b[k] * scale * (dys.b[k] - dot),
+                };
                 problem.store_dx::<E, P, N>(dx, to, &at, &pairs);
             }
         }
