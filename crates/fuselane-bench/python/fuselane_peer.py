@@ -54,13 +54,7 @@ def cosine(job, x, theta):
     )
 
 
-OPERATORS = {
-    "act": act,
-    "softmax": softmax,
-    "normalize": normalize,
-    "rotate": rotate,
-    "cosine": cosine,
-}
+OPERATORS = {f.__name__: f for f in (act, softmax, normalize, rotate, cosine)}
 
 
 class Fuselane:

@@ -84,13 +84,7 @@ def activated(job, x):
     return ACTS[options["act"]](x)
 
 
-OPERATORS = {
-    "act": act,
-    "softmax": softmax,
-    "normalize": normalize,
-    "rotate": rotate,
-    "cosine": cosine,
-}
+OPERATORS = {f.__name__: f for f in (act, softmax, normalize, rotate, cosine)}
 
 
 class Jax:

@@ -7,7 +7,7 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 
-use fuselane::{Act, DType, FusedAct};
+use fuselane::{Act, Cosine, DType, FusedAct, GatePosition, Normalize, Positions, Rotate};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// The case files that ship with the program, by name.
@@ -154,6 +154,38 @@ impl Operator {
         })
     }
 
+    /// The library's options of a norm; the defaults for the other operators.
+    pub(crate) fn normalize(&self) -> Normalize {
+        let Self::Normalize { gate, gate_act, eps, .. } = *self else {
+            return Normalize::default();
+        };
+        let gate_position = match gate {
+            Some(Gate::Post) => GatePosition::Post,
+            Some(Gate::Pre) | None => GatePosition::Pre,
+        };
+        Normalize { eps, gate_act, gate_position, ..Normalize::default() }
+    }
+
+    /// The library's options of a rotary encoding.
+    pub(crate) fn rotate(&self) -> Rotate<'static> {
+        Rotate { act: self.fused_act().unwrap_or_default(), ..Rotate::default() }
+    }
+
+    /// The grid of a cosine encoding whose axes have this length; empty for the other operators.
+    pub(crate) fn grid(&self, n: usize) -> Vec<usize> {
+        match self {
+            Self::Cosine { axes, .. } => vec![n; *axes as usize],
+            _ => Vec::new(),
+        }
+    }
+
+    /// The library's options of a cosine encoding.
+    pub(crate) fn cosine<'a>(&self, grid: &'a [usize]) -> Cosine<'a> {
+        let extra_tokens = if let Self::Cosine { extra, .. } = *self { extra } else { 0 };
+        let act = self.fused_act().unwrap_or_default();
+        Cosine { act, positions: Positions::Grid(grid), extra_tokens, ..Cosine::default() }
+    }
+
     fn check(&self) -> Result<(), String> {
         let (softmax, dim, sequence) = match *self {
             Self::Act { .. } | Self::Normalize { .. } => return Ok(()),
@@ -274,13 +306,13 @@ pub(crate) struct Case {
     /// What it is, in words.
     pub(crate) title: String,
     pub(crate) operator: Operator,
+    /// All sizes, and those of a quick run.
+    pub(crate) sizes: Vec<usize>,
+    pub(crate) quick: Vec<usize>,
     pub(crate) batch: usize,
     pub(crate) heads: usize,
     pub(crate) dim: usize,
     pub(crate) dtype: Dtype,
-    /// All sizes, and those of a quick run.
-    pub(crate) sizes: Vec<usize>,
-    pub(crate) quick: Vec<usize>,
 }
 
 /// A tensor of a call.

@@ -23,10 +23,10 @@ pub(crate) struct Gpu {
     pub(crate) software: bool,
     /// How calls are timed.
     pub(crate) clock: Clock,
-    /// The largest tensor that it takes.
-    pub(crate) largest_buffer_bytes: u64,
     /// Its memory, where its runtime tells.
     pub(crate) memory_bytes: Option<u64>,
+    /// The largest tensor that it takes.
+    pub(crate) largest_buffer_bytes: u64,
 }
 
 /// How calls are timed.

@@ -49,14 +49,14 @@ pub(crate) struct Job {
     pub(crate) operator: Operator,
     pub(crate) mode: Mode,
     pub(crate) dtype: Dtype,
-    /// The size: for cosine, the length of each axis of the grid.
-    pub(crate) n: usize,
-    pub(crate) threads: usize,
-    pub(crate) alloc: Alloc,
     pub(crate) inputs: Vec<Input>,
     /// Inputs are mapped from their files rather than read into memory of the worker's own: for
     /// sizes of which memory does not hold one copy per provider.
     pub(crate) mapped: bool,
+    /// The size: for cosine, the length of each axis of the grid.
+    pub(crate) n: usize,
+    pub(crate) threads: usize,
+    pub(crate) alloc: Alloc,
 }
 
 /// A part of an output's elements, in row-major order: for i below `count` and j below `length`,
@@ -145,7 +145,7 @@ mod tests {
         let line = serde_json::to_string(&Request::Prepare { job }).unwrap();
         assert_eq!(
             line,
-            r#"{"do":"prepare","job":{"operator":{"op":"act","act":"silu"},"mode":"fwd","dtype":"bf16","n":2,"threads":2,"alloc":"warm","inputs":[{"name":"x","dtype":"bf16","shape":[1,2],"path":"/tmp/x"}],"mapped":false}}"#
+            r#"{"do":"prepare","job":{"operator":{"op":"act","act":"silu"},"mode":"fwd","dtype":"bf16","inputs":[{"name":"x","dtype":"bf16","shape":[1,2],"path":"/tmp/x"}],"mapped":false,"n":2,"threads":2,"alloc":"warm"}}"#
         );
         let round = Request::Round { calls: 3, settle: true };
         assert_eq!(

@@ -84,3 +84,38 @@ pub(crate) struct Run {
     /// Versions that each provider told, by provider: {"torch": {"torch": "2.15.0", ...}}.
     pub(crate) versions: BTreeMap<String, BTreeMap<String, String>>,
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A right result of the relu table, of which a test changes what it is about.
+    pub(crate) fn some() -> Record {
+        Record {
+            table: "act-speed-fwd-batch12-head12-dim128-act_relu-bf16".to_owned(),
+            family: "act".to_owned(),
+            title: "relu".to_owned(),
+            operator: "act".to_owned(),
+            metric: Metric::Speed,
+            mode: Mode::Fwd,
+            n: 256,
+            dtype: "bf16".to_owned(),
+            provider: "fuselane".to_owned(),
+            alloc: Alloc::Warm,
+            device: None,
+            value: Some(1.0),
+            p20: None,
+            p80: None,
+            unit: "ms".to_owned(),
+            bytes: Some(1000),
+            least_bytes: None,
+            of_copy_limit: None,
+            of_roofline: None,
+            error: Some(0.1),
+            ok: true,
+            note: String::new(),
+            calls: 10,
+            again: false,
+        }
+    }
+}

@@ -261,8 +261,18 @@ pub(crate) fn free_bytes(_folder: &Path) -> Option<u64> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+
+    /// A shell script of this text, in place of a Python.
+    #[cfg(unix)]
+    pub(crate) fn script(folder: &Path, name: &str, text: &str) -> PathBuf {
+        use std::os::unix::fs::PermissionsExt;
+        let path = folder.join(name);
+        fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    }
 
     #[test]
     fn the_cache_folder_is_the_named_one_or_the_users() {
@@ -317,14 +327,8 @@ mod tests {
     #[cfg(unix)]
     #[test]
     fn an_old_python_is_refused() {
-        use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
-        let script = |name: &str, text: &str| {
-            let path = folder.path().join(name);
-            fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
-            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-            path
-        };
+        let script = |name: &str, text: &str| script(folder.path(), name, text);
         let error = check_python(&script("old", "echo 3 9")).unwrap_err();
         assert!(error.contains("old is 3.9: install Python 3.11"), "{error}");
         let error = check_python(&script("odd", "exit 1")).unwrap_err();

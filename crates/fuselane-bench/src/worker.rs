@@ -62,8 +62,13 @@ impl fmt::Display for Fault {
 
 /// What is measured.
 pub(crate) trait Library {
-    /// Names and versions to record.
-    fn versions(&self) -> BTreeMap<String, String>;
+    /// Names and versions to record: by default what decides how fast our own code is.
+    fn versions(&self) -> BTreeMap<String, String> {
+        BTreeMap::from([
+            ("fuselane".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
+            ("isa".to_owned(), fuselane::isa().name().to_owned()),
+        ])
+    }
 
     /// Reads the inputs of a job into the library's own kind of memory.
     fn load(&self, job: &Job) -> Result<Box<dyn Loaded + '_>, Fault>;

@@ -1,52 +1,24 @@
 //! The program as a user runs it: small sweeps, their folders, and what can go wrong.
 
+mod common;
+
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
 
+use common::case_file;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// A tiny case, so that a sweep takes a second.
-const CASES: &str = r#"
-family = "tiny"
-batch = 2
-heads = 2
-dim = 16
-dtype = "f32"
-sizes = [8, 24]
-
-[[case]]
-table = "tiny-{metric}-{mode}-silu-{dtype}"
-title = "silu"
-operator = { op = "act", act = "silu" }
-
-[[case]]
-table = "tiny-{metric}-{mode}-none-{dtype}"
-title = "nothing"
-operator = { op = "act", act = "none" }
-
-[[case]]
-table = "tiny-{metric}-{mode}-softmax-{dtype}"
-title = "softmax over the sequence"
-operator = { op = "softmax", dim = -2 }
-
-[[case]]
-table = "tiny-{metric}-{mode}-norm-{dtype}"
-title = "norm of a sum, gated"
-operator = { op = "normalize", residual = true, gate = "post" }
-
-[[case]]
-table = "tiny-{metric}-{mode}-rotate-{dtype}"
-title = "rotate"
-operator = { op = "rotate", act = "softmax", dim = 1 }
-
-[[case]]
-table = "tiny-{metric}-{mode}-cosine-{dtype}"
-title = "cosine"
-operator = { op = "cosine", axes = 2, extra = 3 }
-sizes = [3, 5]
-"#;
+/// Name, title, operator, and what else a case has.
+const CASES: [(&str, &str, &str, &str); 6] = [
+    ("silu", "silu", r#"op = "act", act = "silu""#, ""),
+    ("none", "nothing", r#"op = "act", act = "none""#, ""),
+    ("softmax", "softmax over the sequence", r#"op = "softmax", dim = -2"#, ""),
+    ("norm", "norm of a sum, gated", r#"op = "normalize", residual = true, gate = "post""#, ""),
+    ("rotate", "rotate", r#"op = "rotate", act = "softmax", dim = 1"#, ""),
+    ("cosine", "cosine", r#"op = "cosine", axes = 2, extra = 3"#, "sizes = [3, 5]"),
+];
 
 struct Place {
     folder: TempDir,
@@ -55,7 +27,8 @@ struct Place {
 impl Place {
     fn new() -> Self {
         let folder = TempDir::new().unwrap();
-        fs::write(folder.path().join("tiny.toml"), CASES).unwrap();
+        let cases = case_file("dtype = \"f32\"\nsizes = [8, 24]", &CASES);
+        fs::write(folder.path().join("tiny.toml"), cases).unwrap();
         Self { folder }
     }
 
@@ -99,23 +72,8 @@ fn every_operator_is_measured_and_right() {
     let memory = points * (cases * 2 + 1);
     assert_eq!(records.len(), speed + memory);
     for record in &records {
-        for key in [
-            "table",
-            "metric",
-            "mode",
-            "n",
-            "dtype",
-            "provider",
-            "alloc",
-            "value",
-            "p20",
-            "p80",
-            "unit",
-            "bytes",
-            "of_copy_limit",
-            "ok",
-            "note",
-        ] {
+        let keys = "table metric mode n dtype provider alloc value p20 p80 unit bytes";
+        for key in format!("{keys} of_copy_limit ok note").split(' ') {
             assert!(record.get(key).is_some(), "{key} is not in {record}");
         }
         assert_eq!(record["ok"], true, "{record}");

@@ -1,49 +1,27 @@
 //! A sweep beside the real Python peers. Run by `cargo xtask test`, which sets them up first:
 //! `cargo test --test peers -- --ignored`. With `FUSELANE_PYTHON_PACKAGE`, also beside our own package.
 
+mod common;
+
 use std::process::Command;
 
+use common::case_file;
 use serde_json::Value;
 
-const CASES: &str = r#"
-family = "tiny"
-batch = 2
-heads = 2
-dim = 16
-sizes = [8]
-
-[[case]]
-table = "tiny-{metric}-{mode}-silu-{dtype}"
-title = "silu"
-operator = { op = "act", act = "silu" }
-
-[[case]]
-table = "tiny-{metric}-{mode}-softmax-{dtype}"
-title = "softmax over the sequence"
-operator = { op = "softmax", dim = -2 }
-
-[[case]]
-table = "tiny-{metric}-{mode}-norm-{dtype}"
-title = "norm, gated"
-operator = { op = "normalize", gate = "pre" }
-
-[[case]]
-table = "tiny-{metric}-{mode}-rotate-{dtype}"
-title = "rotate"
-operator = { op = "rotate", act = "silu" }
-
-[[case]]
-table = "tiny-{metric}-{mode}-cosine-{dtype}"
-title = "cosine"
-operator = { op = "cosine", axes = 2, extra = 3 }
-sizes = [3]
-"#;
+/// Name, title, operator, and what else a case has.
+const CASES: [(&str, &str, &str, &str); 5] = [
+    ("silu", "silu", r#"op = "act", act = "silu""#, ""),
+    ("softmax", "softmax over the sequence", r#"op = "softmax", dim = -2"#, ""),
+    ("norm", "norm, gated", r#"op = "normalize", gate = "pre""#, ""),
+    ("rotate", "rotate", r#"op = "rotate", act = "silu""#, ""),
+    ("cosine", "cosine", r#"op = "cosine", axes = 2, extra = 3"#, "sizes = [3]"),
+];
 
 #[test]
 #[ignore = "needs `fuselane setup-peers`"]
 fn every_family_beside_torch_and_jax() {
     let folder = tempfile::tempdir().unwrap();
-    std::fs::write(folder.path().join("tiny.toml"), CASES).unwrap();
+    std::fs::write(folder.path().join("tiny.toml"), case_file("sizes = [8]", &CASES)).unwrap();
     let mut providers = vec!["fuselane", "torch", "torch_compile", "jax"];
     // The package has to be built first.
     if std::env::var_os("FUSELANE_PYTHON_PACKAGE").is_some() {

@@ -26,69 +26,51 @@ pub trait Backend: Sync {
     }
 
     /// [`Act::forward_into`].
-    fn act_forward(&self, act: Act, x: View<'_>, o: ViewMut<'_>) -> Result<()>;
+    fn act_forward(&self, act: Act, x: View, o: ViewMut) -> Result<()>;
 
     /// [`Act::forward_in_place`].
-    fn act_in_place(&self, act: Act, x: ViewMut<'_>) -> Result<()>;
+    fn act_in_place(&self, act: Act, x: ViewMut) -> Result<()>;
 
     /// [`Act::backward_into`].
-    fn act_backward(&self, act: Act, x: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()>;
+    fn act_backward(&self, act: Act, x: View, grad: View, dx: ViewMut) -> Result<()>;
 
     /// [`Softmax::forward_into`].
-    fn softmax_forward(&self, options: &Softmax, x: View<'_>, o: ViewMut<'_>) -> Result<()>;
+    fn softmax_forward(&self, options: &Softmax, x: View, o: ViewMut) -> Result<()>;
 
     /// [`Softmax::backward_into`].
-    fn softmax_backward(
-        &self,
-        options: &Softmax,
-        o: View<'_>,
-        grad: View<'_>,
-        dx: ViewMut<'_>,
-    ) -> Result<()>;
+    fn softmax_backward(&self, options: &Softmax, o: View, grad: View, dx: ViewMut) -> Result<()>;
 
     /// [`Softmax::backward_from_input_into`].
     fn softmax_backward_from_input(
         &self,
         options: &Softmax,
-        x: View<'_>,
-        grad: View<'_>,
-        dx: ViewMut<'_>,
+        x: View,
+        grad: View,
+        dx: ViewMut,
     ) -> Result<()>;
 
     /// [`Normalize::forward_into`].
-    fn normalize_forward(&self, options: &Normalize, call: NormalizeForward<'_>) -> Result<()>;
+    fn normalize_forward(&self, options: &Normalize, call: NormalizeForward) -> Result<()>;
 
     /// [`Normalize::backward_into`].
-    fn normalize_backward(&self, options: &Normalize, call: NormalizeBackward<'_>) -> Result<()>;
+    fn normalize_backward(&self, options: &Normalize, call: NormalizeBackward) -> Result<()>;
 
     /// [`Rotate::forward_into`].
-    fn rotate_forward(
-        &self,
-        options: &Rotate<'_>,
-        x: View<'_>,
-        angles: Angles<'_>,
-        o: ViewMut<'_>,
-    ) -> Result<()>;
+    fn rotate_forward(&self, options: &Rotate, x: View, angles: Angles, o: ViewMut) -> Result<()>;
 
     /// [`Rotate::backward_into`].
-    fn rotate_backward(&self, options: &Rotate<'_>, call: RotateBackward<'_>) -> Result<()>;
+    fn rotate_backward(&self, options: &Rotate, call: RotateBackward) -> Result<()>;
 
     /// [`Cosine::forward_into`].
-    fn cosine_forward(
-        &self,
-        options: &Cosine<'_>,
-        x: View<'_>,
-        angles: Angles<'_>,
-        o: ViewMut<'_>,
-    ) -> Result<()>;
+    fn cosine_forward(&self, options: &Cosine, x: View, angles: Angles, o: ViewMut) -> Result<()>;
 
     /// [`Cosine::backward_into`].
-    fn cosine_backward(&self, options: &Cosine<'_>, call: CosineBackward<'_>) -> Result<()>;
+    fn cosine_backward(&self, options: &Cosine, call: CosineBackward) -> Result<()>;
 
     /// [`AngleTable::for_sequence`]; by default made by this CPU, with its best instruction set.
     fn table_for_sequence(
         &self,
-        theta: View<'_>,
+        theta: View,
         count: usize,
         positions: Range<i64>,
         dtype: DType,
@@ -99,7 +81,7 @@ pub trait Backend: Sync {
     /// [`AngleTable::for_grid`]; by default made by this CPU, with its best instruction set.
     fn table_for_grid(
         &self,
-        theta: View<'_>,
+        theta: View,
         count: usize,
         shape: &[usize],
         dtype: DType,
@@ -123,81 +105,63 @@ impl Backend for Cpu {
         self.0.name()
     }
 
-    fn act_forward(&self, act: Act, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
+    fn act_forward(&self, act: Act, x: View, o: ViewMut) -> Result<()> {
         with_isa(self.0, || act.forward_into(x, o))?
     }
 
-    fn act_in_place(&self, act: Act, x: ViewMut<'_>) -> Result<()> {
+    fn act_in_place(&self, act: Act, x: ViewMut) -> Result<()> {
         with_isa(self.0, || act.forward_in_place(x))?
     }
 
-    fn act_backward(&self, act: Act, x: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+    fn act_backward(&self, act: Act, x: View, grad: View, dx: ViewMut) -> Result<()> {
         with_isa(self.0, || act.backward_into(x, grad, dx))?
     }
 
-    fn softmax_forward(&self, options: &Softmax, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
+    fn softmax_forward(&self, options: &Softmax, x: View, o: ViewMut) -> Result<()> {
         with_isa(self.0, || options.forward_into(x, o))?
     }
 
-    fn softmax_backward(
-        &self,
-        options: &Softmax,
-        o: View<'_>,
-        grad: View<'_>,
-        dx: ViewMut<'_>,
-    ) -> Result<()> {
+    fn softmax_backward(&self, options: &Softmax, o: View, grad: View, dx: ViewMut) -> Result<()> {
         with_isa(self.0, || options.backward_into(o, grad, dx))?
     }
 
     fn softmax_backward_from_input(
         &self,
         options: &Softmax,
-        x: View<'_>,
-        grad: View<'_>,
-        dx: ViewMut<'_>,
+        x: View,
+        grad: View,
+        dx: ViewMut,
     ) -> Result<()> {
         with_isa(self.0, || options.backward_from_input_into(x, grad, dx))?
     }
 
-    fn normalize_forward(&self, options: &Normalize, call: NormalizeForward<'_>) -> Result<()> {
+    fn normalize_forward(&self, options: &Normalize, call: NormalizeForward) -> Result<()> {
         with_isa(self.0, || options.forward_into(call))?
     }
 
-    fn normalize_backward(&self, options: &Normalize, call: NormalizeBackward<'_>) -> Result<()> {
+    fn normalize_backward(&self, options: &Normalize, call: NormalizeBackward) -> Result<()> {
         with_isa(self.0, || options.backward_into(call))?
     }
 
-    fn rotate_forward(
-        &self,
-        options: &Rotate<'_>,
-        x: View<'_>,
-        angles: Angles<'_>,
-        o: ViewMut<'_>,
-    ) -> Result<()> {
+    fn rotate_forward(&self, options: &Rotate, x: View, angles: Angles, o: ViewMut) -> Result<()> {
         with_isa(self.0, || options.forward_into(x, angles, o))?
     }
 
-    fn rotate_backward(&self, options: &Rotate<'_>, call: RotateBackward<'_>) -> Result<()> {
+    fn rotate_backward(&self, options: &Rotate, call: RotateBackward) -> Result<()> {
         with_isa(self.0, || options.backward_into(call))?
     }
 
-    fn cosine_forward(
-        &self,
-        options: &Cosine<'_>,
-        x: View<'_>,
-        angles: Angles<'_>,
-        o: ViewMut<'_>,
-    ) -> Result<()> {
+    fn cosine_forward(&self, options: &Cosine, x: View, angles: Angles, o: ViewMut) -> Result<()> {
         with_isa(self.0, || options.forward_into(x, angles, o))?
     }
 
-    fn cosine_backward(&self, options: &Cosine<'_>, call: CosineBackward<'_>) -> Result<()> {
+    fn cosine_backward(&self, options: &Cosine, call: CosineBackward) -> Result<()> {
         with_isa(self.0, || options.backward_into(call))?
     }
 
     fn table_for_sequence(
         &self,
-        theta: View<'_>,
+        theta: View,
         count: usize,
         positions: Range<i64>,
         dtype: DType,
@@ -207,7 +171,7 @@ impl Backend for Cpu {
 
     fn table_for_grid(
         &self,
-        theta: View<'_>,
+        theta: View,
         count: usize,
         shape: &[usize],
         dtype: DType,
@@ -216,9 +180,9 @@ impl Backend for Cpu {
     }
 }
 
-/// A backend, and its place among those of a run, which is its place among the outcomes.
+/// A backend, and its index among those of a run, by which the outcomes are sorted.
 #[derive(Clone, Copy)]
 pub(crate) struct Runner<'a> {
-    pub(crate) place: usize,
+    pub(crate) index: usize,
     pub(crate) backend: &'a dyn Backend,
 }

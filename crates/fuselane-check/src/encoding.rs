@@ -1,18 +1,20 @@
 //! What the matrices of `rotate` and `cosine` share: placements of tokens, shapes of theta, memory
-//! orders, and the run of a case.
+//! orders, the loops over them, and the run of a case. Only what an operator has for itself is in
+//! its own file.
 
 use std::fmt;
 
-use fuselane::reference::Random;
 use fuselane::reference::angles::{Gradients, Input};
+use fuselane::reference::{self, Random};
 use fuselane::{
-    Act, AngleTable, Angles, DType, FusedAct, Positions, Result, TokenLayout, View, ViewMut,
+    Act, AngleTable, Angles, Cosine, CosineBackward, DType, FusedAct, Positions, Result, Rotate,
+    RotateBackward, TokenLayout, View, ViewMut,
 };
 
-use crate::Bound;
 use crate::backend::{Backend, Runner};
 use crate::outcome::{Call, Expected, Outcomes};
 use crate::tensor::Tensor;
+use crate::{Bound, Case};
 
 /// Where the tokens of a case stand.
 #[derive(Debug, Clone, Copy)]
@@ -25,13 +27,13 @@ pub(crate) struct Placement {
 }
 
 /// Batch entries: enough for positions per batch entry to differ.
-pub(crate) const BATCH: usize = 2;
+const BATCH: usize = 2;
 
 /// Positions of six tokens in two batch entries.
 const GIVEN: [i64; 12] = [3, -1, 4, 1, 5, -9, 2, 77, 5, 3, 5, 8];
 
 /// One of each kind.
-pub(crate) const PLACEMENTS: [Placement; 14] = {
+const PLACEMENTS: [Placement; 14] = {
     const fn place(
         name: &'static str,
         tokens: usize,
@@ -64,7 +66,7 @@ pub(crate) const PLACEMENTS: [Placement; 14] = {
 impl Placement {
     /// Whether a case is worth its time: a thousand tokens, which test how dtheta is summed, are run
     /// with the plainest of the other options only.
-    pub(crate) fn suits(&self, act: FusedAct, order: Order, table: bool) -> bool {
+    fn suits(&self, act: FusedAct, order: Order, table: bool) -> bool {
         let plain = act == FusedAct::default() && order.name == "bnhd" && !table;
         self.tokens < 500 || plain
     }
@@ -101,7 +103,7 @@ impl Placement {
 }
 
 /// All activations.
-pub(crate) fn fused_acts() -> impl Iterator<Item = FusedAct> {
+fn fused_acts() -> impl Iterator<Item = FusedAct> {
     let elementwise = Act::ALL.into_iter().map(FusedAct::Elementwise);
     elementwise.chain([FusedAct::SoftmaxFeatures, FusedAct::SoftmaxSequence])
 }
@@ -115,7 +117,7 @@ pub(crate) struct Order {
 }
 
 /// Both layouts, dense and as permuted views of the other.
-pub(crate) const ORDERS: [Order; 4] = {
+const ORDERS: [Order; 4] = {
     use TokenLayout::{HeadsTokens, TokensHeads};
     [
         Order { name: "bnhd", layout: TokensHeads, memory: TokensHeads },
@@ -126,7 +128,7 @@ pub(crate) const ORDERS: [Order; 4] = {
 };
 
 /// The dtypes of theta, which the cases go through in turn.
-pub(crate) const THETA_DTYPES: [DType; 4] = [DType::F32, DType::BF16, DType::F64, DType::F16];
+const THETA_DTYPES: [DType; 4] = [DType::F32, DType::BF16, DType::F64, DType::F16];
 
 /// Elements of (b, n, h, d) in another order of memory, or back: the swap is its own inverse if the
 /// dimensions are swapped too.
@@ -182,31 +184,106 @@ impl Order {
     }
 }
 
-/// A case of either operator, without the options that only one has.
+/// One point of the options that both operators have.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tokens {
+    pub(crate) act: FusedAct,
     pub(crate) placement: Placement,
     pub(crate) order: Order,
     /// (b, n, h, d)
     pub(crate) dims: [usize; 4],
-    /// (1 or h, e)
-    pub(crate) theta_dims: [usize; 2],
-    pub(crate) theta_dtype: DType,
-    /// Angles per token and head.
-    pub(crate) count: usize,
+    /// Whether one frequency serves all angles.
+    pub(crate) shared_frequency: bool,
     /// Whether the angles come from a table.
-    pub(crate) table: bool,
-    /// Whether the backward gets x where it needs none.
-    pub(crate) with_x: bool,
-    pub(crate) seed: u64,
+    table: bool,
+    theta_dtype: DType,
+    /// The number of the case, from which its operands are drawn.
+    pub(crate) index: usize,
 }
 
 impl fmt::Display for Tokens {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { placement, order, dims, theta_dims, theta_dtype, table, .. } = self;
-        let source = if *table { "table of " } else { "" };
-        write!(f, "positions={} order={} b n h d={dims:?} ", placement.name, order.name)?;
-        write!(f, "angles={source}{theta_dtype}{theta_dims:?}")
+        write!(f, "positions={} order={} ", self.placement.name, self.order.name)?;
+        write!(f, "b n h d={:?}", self.dims)
+    }
+}
+
+/// A call of either operator, with the options that only one has.
+#[derive(Debug, Clone)]
+pub(crate) enum Encoding {
+    Rotate(Rotate<'static>),
+    Cosine(Cosine<'static>),
+}
+
+/// What an operator makes of [`Tokens`] and of a variant of its own options.
+pub(crate) struct Variant {
+    pub(crate) encoding: Encoding,
+    /// The options that only this operator has, in words.
+    pub(crate) name: String,
+    /// Frequencies in a row of theta, and the angles of each token and head that come of them.
+    pub(crate) frequencies: usize,
+    pub(crate) angles: usize,
+}
+
+/// The matrix of an operator: everything that both have, times `variants`, of which `build` makes a
+/// call. The cases go through the numbers of `features` in turn.
+pub(crate) fn cases<V: Copy>(
+    variants: &[V],
+    features: &[usize],
+    bounds: &'static [Bound],
+    build: impl Fn(V, &Tokens) -> Variant,
+) -> Vec<Box<dyn Case>> {
+    let mut cases: Vec<Box<dyn Case>> = Vec::new();
+    let mut add = |act, placement: Placement, variant, shared: [bool; 2], order: Order, table| {
+        if !placement.suits(act, order, table) {
+            return;
+        }
+        let [shared_head, shared_frequency] = shared;
+        let index = cases.len();
+        let heads = 1 + index % 3;
+        let dims = [BATCH, placement.tokens, heads, features[index % features.len()]];
+        let theta_dtype = THETA_DTYPES[index / 3 % 4];
+        let tokens =
+            Tokens { act, placement, order, dims, shared_frequency, table, theta_dtype, index };
+        let variant = build(variant, &tokens);
+        let theta_dims = [if shared_head { 1 } else { heads }, variant.frequencies];
+        cases.push(Box::new(EncodingCase { tokens, variant, theta_dims, bounds }));
+    };
+    for act in fused_acts() {
+        for placement in PLACEMENTS {
+            for &variant in variants {
+                for shared in [[false, false], [false, true], [true, false], [true, true]] {
+                    for order in ORDERS {
+                        for table in [false, true] {
+                            add(act, placement, variant, shared, order, table);
+                        }
+                    }
+                }
+            }
+        }
+    }
+    cases
+}
+
+/// A case of either operator.
+struct EncodingCase {
+    tokens: Tokens,
+    variant: Variant,
+    /// (1 or h, frequencies)
+    theta_dims: [usize; 2],
+    bounds: &'static [Bound],
+}
+
+impl fmt::Display for EncodingCase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { tokens, variant: Variant { encoding, name, .. }, theta_dims, .. } = self;
+        let operator = match encoding {
+            Encoding::Rotate(_) => "rotate",
+            Encoding::Cosine(_) => "cosine",
+        };
+        let source = if tokens.table { "table of " } else { "" };
+        write!(f, "{operator} act={}{name} {tokens} ", tokens.act)?;
+        write!(f, "angles={source}{}{theta_dims:?}", tokens.theta_dtype)
     }
 }
 
@@ -215,99 +292,154 @@ fn has_short_forms(act: FusedAct) -> bool {
     !matches!(act, FusedAct::Elementwise(act) if !matches!(act, Act::Sigmoid | Act::Silu))
 }
 
-/// The operator, as the run of a case sees it.
-pub(crate) trait Encode {
+impl Encoding {
     /// Output features of d features.
-    fn width(&self, d: usize) -> usize;
-    /// The activation that comes first.
-    fn act(&self) -> FusedAct;
-    fn forward(
+    fn width(&self, d: usize) -> usize {
+        match self {
+            Self::Rotate(_) => d,
+            Self::Cosine(_) => 2 * d,
+        }
+    }
+
+    fn forward(&self, backend: &dyn Backend, x: View, angles: Angles, o: ViewMut) -> Result<()> {
+        match self {
+            Self::Rotate(options) => backend.rotate_forward(options, x, angles, o),
+            Self::Cosine(options) => backend.cosine_forward(options, x, angles, o),
+        }
+    }
+
+    fn backward<'a>(
         &self,
         backend: &dyn Backend,
-        x: View<'_>,
-        angles: Angles<'_>,
-        o: ViewMut<'_>,
-    ) -> Result<()>;
-    fn backward(
-        &self,
-        backend: &dyn Backend,
-        x: Option<View<'_>>,
-        grad: View<'_>,
-        angles: Angles<'_>,
-        dx: Option<ViewMut<'_>>,
-        dtheta: Option<ViewMut<'_>>,
-    ) -> Result<()>;
+        (x, grad): (Option<View<'a>>, View<'a>),
+        angles: Angles<'a>,
+        (dx, dtheta): (Option<ViewMut<'a>>, Option<ViewMut<'a>>),
+    ) -> Result<()> {
+        match self {
+            Self::Rotate(options) => {
+                backend.rotate_backward(options, RotateBackward { x, grad, angles, dx, dtheta })
+            }
+            Self::Cosine(options) => {
+                backend.cosine_backward(options, CosineBackward { x, grad, angles, dx, dtheta })
+            }
+        }
+    }
+
     /// o and its magnitudes.
-    fn reference(&self, input: &Input<'_>) -> [Vec<f64>; 2];
+    fn reference(&self, input: &Input) -> [Vec<f64>; 2] {
+        use reference::{cosine, rotate};
+        match self {
+            Self::Rotate(of) => [rotate::forward(of, input), rotate::forward_magnitude(of, input)],
+            Self::Cosine(of) => [cosine::forward(of, input), cosine::forward_magnitude(of, input)],
+        }
+    }
+
     /// The gradients and their magnitudes.
-    fn reference_gradients(&self, input: &Input<'_>, grad: &[f64]) -> [Gradients; 2];
+    fn reference_gradients(&self, input: &Input, grad: &[f64]) -> [Gradients; 2] {
+        use reference::{cosine, rotate};
+        match self {
+            Self::Rotate(of) => {
+                [rotate::backward(of, input, grad), rotate::backward_magnitude(of, input, grad)]
+            }
+            Self::Cosine(of) => {
+                [cosine::backward(of, input, grad), cosine::backward_magnitude(of, input, grad)]
+            }
+        }
+    }
 }
 
-/// Runs one case and compares o, dx and dtheta.
-pub(crate) fn run(
-    (case, tokens, bounds): (&dyn fmt::Display, &Tokens, &[Bound]),
-    encode: &impl Encode,
-    dtype: DType,
-    runners: &[Runner<'_>],
-    outcomes: &mut Outcomes,
-) {
-    let &Tokens { placement, order, dims, theta_dims, theta_dtype, count, .. } = tokens;
-    let [b, n, h, d] = dims;
-    let o_dims = [b, n, h, encode.width(d)];
-    let mut random = Random::new(tokens.seed);
-    let draw = |random: &mut Random, dims: [usize; 4]| {
-        order.tensor(dtype, &random.normals(dims.iter().product()), dims)
-    };
-    let (x, grad) = (draw(&mut random, dims), draw(&mut random, o_dims));
-    let frequencies = random.uniforms(theta_dims.iter().product(), 0.01, 1.5);
-    let theta = Tensor::rounded(theta_dtype, &frequencies, &theta_dims);
-    let (x_values, theta_values) = (order.values(&x, dims), theta.values());
-    let input = Input { x: &x_values, dims, theta: &theta_values, theta_dims, dtype };
-    let [o_truth, o_magnitude] = encode.reference(&input);
-    let [truth, magnitude] = encode.reference_gradients(&input, &order.values(&grad, o_dims));
-    let o_expected = Expected { truth: &o_truth, magnitude: &o_magnitude };
-    let dx_expected = Expected { truth: &truth.dx, magnitude: &magnitude.dx };
-    let dtheta_expected = Expected { truth: &truth.dtheta, magnitude: &magnitude.dtheta };
-    let (o_name, dx_name) = match has_short_forms(encode.act()) {
-        true => ("o of short forms", "dx of short forms"),
-        false => ("o", "dx"),
-    };
-    for &runner in runners {
-        let (backend, call) = (runner.backend, Call { case, bounds, dtype, runner });
-        let mut run = || -> Result<()> {
-            let table = match tokens.table {
-                true => Some(placement.table(backend, theta.view(), count, dtype)?),
-                false => None,
-            };
-            let angles = table.as_ref().map_or(theta.view().into(), Angles::from);
-            let (x, grad) = (order.view(&x)?, order.view(&grad)?);
+/// The operands of a case and what should come of them.
+struct Operands {
+    x: Tensor,
+    theta: Tensor,
+    grad: Tensor,
+    /// o, and its shape in (b, n, h, features).
+    o: [Vec<f64>; 2],
+    o_dims: [usize; 4],
+    gradients: [Gradients; 2],
+}
 
-            let mut o = Tensor::unwritten(dtype, &order.shape(o_dims));
-            encode.forward(backend, x, angles, order.view_mut(&mut o)?)?;
-            outcomes.compare_values(call, o_name, &o, &order.values(&o, o_dims), o_expected);
-
-            // Both gradients, and each by itself.
-            let x_for_dx = Some(x).filter(|_| encode.act() != FusedAct::default() || tokens.with_x);
-            for (x, with_dx, with_dtheta) in
-                [(Some(x), true, true), (x_for_dx, true, false), (Some(x), false, true)]
-            {
-                let mut dx = Tensor::unwritten(dtype, &order.shape(dims));
-                let mut dtheta = Tensor::unwritten(theta_dtype, &theta_dims);
-                let dx_view = if with_dx { Some(order.view_mut(&mut dx)?) } else { None };
-                let dtheta_view = with_dtheta.then(|| dtheta.view_mut());
-                encode.backward(backend, x, grad, angles, dx_view, dtheta_view)?;
-                if with_dx {
-                    let values = order.values(&dx, dims);
-                    outcomes.compare_values(call, dx_name, &dx, &values, dx_expected);
-                }
-                if with_dtheta {
-                    outcomes.compare(call, "dtheta", &dtheta, dtheta_expected);
-                }
-            }
-            Ok(())
+impl EncodingCase {
+    fn draw(&self, dtype: DType) -> Operands {
+        let Self { tokens: Tokens { order, dims, .. }, theta_dims, .. } = *self;
+        let encoding = &self.variant.encoding;
+        let [b, n, h, d] = dims;
+        let o_dims = [b, n, h, encoding.width(d)];
+        let mut random = Random::new(self.tokens.index as u64);
+        let draw = |random: &mut Random, dims: [usize; 4]| {
+            order.tensor(dtype, &random.normals(dims.iter().product()), dims)
         };
-        if let Err(error) = run() {
-            outcomes.fault(call, o_name, &error.to_string());
+        let (x, grad) = (draw(&mut random, dims), draw(&mut random, o_dims));
+        let frequencies = random.uniforms(theta_dims.iter().product(), 0.01, 1.5);
+        let theta = Tensor::rounded(self.tokens.theta_dtype, &frequencies, &theta_dims);
+        let (x_values, theta_values) = (order.values(&x, dims), theta.values());
+        let input = Input { x: &x_values, dims, theta: &theta_values, theta_dims, dtype };
+        let o = encoding.reference(&input);
+        let gradients = encoding.reference_gradients(&input, &order.values(&grad, o_dims));
+        Operands { x, theta, grad, o, o_dims, gradients }
+    }
+
+    /// Compares o, dx and dtheta, with the names of the first two.
+    fn call(
+        &self,
+        operands: &Operands,
+        [o_name, dx_name]: [&'static str; 2],
+        call: Call<'_>,
+        outcomes: &mut Outcomes,
+    ) -> Result<()> {
+        let Self { tokens, variant: Variant { encoding, angles: count, .. }, .. } = self;
+        let &Tokens { placement, order, dims, theta_dtype, index, .. } = tokens;
+        let Operands { theta, o_dims, gradients: [truth, magnitude], .. } = operands;
+        let (backend, dtype) = (call.runner.backend, call.dtype);
+        let table = match tokens.table {
+            true => Some(placement.table(backend, theta.view(), *count, dtype)?),
+            false => None,
+        };
+        let angles = table.as_ref().map_or(theta.view().into(), Angles::from);
+        let (x, grad) = (order.view(&operands.x)?, order.view(&operands.grad)?);
+
+        let mut o = Tensor::unwritten(dtype, &order.shape(*o_dims));
+        encoding.forward(backend, x, angles, order.view_mut(&mut o)?)?;
+        let expected = Expected { truth: &operands.o[0], magnitude: &operands.o[1] };
+        outcomes.compare_values(call, o_name, &o, &order.values(&o, *o_dims), expected);
+
+        // Both gradients, and each by itself. Now and then dx gets an x that it does not need.
+        let needs_x = tokens.act != FusedAct::default();
+        let x_for_dx = Some(x).filter(|_| needs_x || index.is_multiple_of(5));
+        for (x, with_dx, with_dtheta) in
+            [(Some(x), true, true), (x_for_dx, true, false), (Some(x), false, true)]
+        {
+            let mut dx = Tensor::unwritten(dtype, &order.shape(dims));
+            let mut dtheta = Tensor::unwritten(theta_dtype, &self.theta_dims);
+            let dx_view = if with_dx { Some(order.view_mut(&mut dx)?) } else { None };
+            let dtheta_view = with_dtheta.then(|| dtheta.view_mut());
+            encoding.backward(backend, (x, grad), angles, (dx_view, dtheta_view))?;
+            if with_dx {
+                let expected = Expected { truth: &truth.dx, magnitude: &magnitude.dx };
+                outcomes.compare_values(call, dx_name, &dx, &order.values(&dx, dims), expected);
+            }
+            if with_dtheta {
+                let expected = Expected { truth: &truth.dtheta, magnitude: &magnitude.dtheta };
+                outcomes.compare(call, "dtheta", &dtheta, expected);
+            }
         }
+        Ok(())
+    }
+}
+
+impl Case for EncodingCase {
+    fn parameter_dtypes(&self) -> Vec<DType> {
+        vec![self.tokens.theta_dtype]
+    }
+
+    fn run(&self, dtype: DType, runners: &[Runner<'_>], outcomes: &mut Outcomes) {
+        let operands = self.draw(dtype);
+        let names = match has_short_forms(self.tokens.act) {
+            true => ["o of short forms", "dx of short forms"],
+            false => ["o", "dx"],
+        };
+        outcomes.run((self, self.bounds, dtype), names[0], runners, |outcomes, call| {
+            self.call(&operands, names, call, outcomes)
+        });
     }
 }

@@ -34,6 +34,7 @@
 
 pub mod act;
 mod backend;
+mod bounds;
 pub mod cosine;
 mod encoding;
 pub mod normalize;
@@ -50,8 +51,9 @@ use rayon::prelude::*;
 
 use backend::Runner;
 pub use backend::{Backend, Cpu};
+pub use bounds::Bound;
 use outcome::Outcomes;
-pub use outcome::{Bound, Outcome};
+pub use outcome::{Outcome, table};
 
 /// An operator with a matrix of cases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -219,7 +221,7 @@ pub fn run_on(
             .collect();
         for chunk in jobs.chunks(256) {
             progress(Progress { operator: *operator, done, total });
-            let found = chunk
+            let of_chunk = chunk
                 .par_iter()
                 .fold(
                     || Outcomes::new(*operator),
@@ -232,7 +234,7 @@ pub fn run_on(
                     },
                 )
                 .reduce(|| Outcomes::new(*operator), Outcomes::merged);
-            of_operator = of_operator.merged(found);
+            of_operator = of_operator.merged(of_chunk);
             done += chunk.len();
         }
         outcomes.extend(of_operator.into_vec());
@@ -246,7 +248,7 @@ fn suited<'a>(backends: &[&'a dyn Backend], case: &dyn Case, dtype: DType) -> Ve
     dtypes.push(dtype);
     let runners = backends.iter().enumerate();
     runners
-        .map(|(place, &backend)| Runner { place, backend })
+        .map(|(index, &backend)| Runner { index, backend })
         .filter(|runner| dtypes.iter().all(|&dtype| runner.backend.supports(dtype)))
         .collect()
 }

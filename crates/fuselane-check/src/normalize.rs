@@ -1,5 +1,5 @@
 //! `normalize`: centering, groups, every gate, every use of a residual, every form of the weight,
-//! bias, and backward from the parts of the sum or from the kept sum.
+//! bias, and backward from x and residual or from their saved sum.
 
 use std::fmt;
 
@@ -11,35 +11,10 @@ use fuselane::{
 };
 
 use crate::backend::Runner;
+pub use crate::bounds::NORMALIZE as BOUNDS;
 use crate::outcome::{Call, Expected, Outcomes};
 use crate::tensor::Tensor;
 use crate::{Bound, Case};
-
-/// What is promised of the normalization, checked for groups of up to 1,100 features; sums run in
-/// chunks, so that K should not grow much beyond. The terms of the centered p are |p| and mean |p|, those of 1 + weight 1 and
-/// |weight|; those of rstd are what an error of p does to it; all others are those of the formulas. `residual_out` is exact but for its rounding.
-///
-/// Sigmoid and silu of a bf16 gate are short forms, right to 2^-10; what comes of them has names of
-/// its own here.
-pub const BOUNDS: [Bound; 17] = [
-    Bound { output: "o", f32: 7.5, f16: 7.5, bf16: 7.5, f64: 80.0 },
-    Bound { output: "residual_out", f32: 0.0, f16: 0.0, bf16: 0.0, f64: 0.0 },
-    Bound { output: "rstd", f32: 2.0, f16: 2.0, bf16: 2.0, f64: 25.0 },
-    Bound { output: "mean", f32: 4.5, f16: 4.5, bf16: 4.5, f64: 20.0 },
-    Bound { output: "dx", f32: 8.5, f16: 8.5, bf16: 8.5, f64: 48.0 },
-    Bound { output: "dresidual", f32: 8.5, f16: 8.5, bf16: 8.5, f64: 48.0 },
-    Bound { output: "dgate", f32: 8.5, f16: 8.5, bf16: 8.5, f64: 48.0 },
-    Bound { output: "dweight", f32: 6.5, f16: 6.5, bf16: 6.5, f64: 20.0 },
-    Bound { output: "dbias", f32: 4.5, f16: 4.5, bf16: 4.5, f64: 5.0 },
-    Bound { output: "o of sigmoid, silu", f32: 7.5, f16: 2500.0, bf16: 11000.0, f64: 80.0 },
-    Bound { output: "rstd of sigmoid, silu", f32: 2.0, f16: 2500.0, bf16: 5000.0, f64: 25.0 },
-    Bound { output: "mean of sigmoid, silu", f32: 4.5, f16: 2500.0, bf16: 12000.0, f64: 20.0 },
-    Bound { output: "dx of sigmoid, silu", f32: 8.5, f16: 2500.0, bf16: 11000.0, f64: 48.0 },
-    Bound { output: "dresidual of sigmoid, silu", f32: 8.5, f16: 2500.0, bf16: 11000.0, f64: 48.0 },
-    Bound { output: "dgate of sigmoid, silu", f32: 8.5, f16: 2500.0, bf16: 14000.0, f64: 48.0 },
-    Bound { output: "dweight of sigmoid, silu", f32: 6.5, f16: 2500.0, bf16: 8500.0, f64: 20.0 },
-    Bound { output: "dbias of sigmoid, silu", f32: 4.5, f16: 2500.0, bf16: 8500.0, f64: 5.0 },
-];
 
 /// What becomes of the residual.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -57,7 +32,7 @@ struct Norm {
     added: Added,
     weight: bool,
     bias: bool,
-    /// Whether the backward starts from the kept sum x + residual rather than from its parts. The
+    /// Whether the backward reads the saved sum x + residual rather than x and residual. The
     /// elements are then such that the sum is exact, because the statistics are those of the
     /// unrounded one.
     from_sum: bool,
@@ -253,11 +228,11 @@ impl Norm {
         let like = |parameter: &Tensor| Tensor::unwritten(parameter.dtype(), &[self.d]);
         let mut dweight = weight.as_ref().map(like);
         let mut dbias = bias.as_ref().map(like);
-        let kept = sum.as_ref().filter(|_| self.from_sum);
+        let saved = sum.as_ref().filter(|_| self.from_sum);
         let backward = NormalizeBackward {
             grad: grad.view(),
-            x: kept.unwrap_or(x).view(),
-            residual: residual.as_ref().filter(|_| kept.is_none()).map(Tensor::view),
+            x: saved.unwrap_or(x).view(),
+            residual: residual.as_ref().filter(|_| saved.is_none()).map(Tensor::view),
             gate: gate.as_ref().map(Tensor::view),
             weight: weight.as_ref().map(Tensor::view),
             bias: bias.as_ref().map(Tensor::view),
@@ -289,12 +264,9 @@ impl Case for Norm {
     fn run(&self, dtype: DType, runners: &[Runner<'_>], outcomes: &mut Outcomes) {
         let operands = self.draw(dtype);
         let truth = Truth::new(self, &operands);
-        for &runner in runners {
-            let call = Call { case: self, bounds: &BOUNDS, dtype, runner };
-            if let Err(error) = self.call(&operands, &truth, call, outcomes) {
-                outcomes.fault(call, "o", &error.to_string());
-            }
-        }
+        outcomes.run((self, &BOUNDS, dtype), "o", runners, |outcomes, call| {
+            self.call(&operands, &truth, call, outcomes)
+        });
     }
 }
 

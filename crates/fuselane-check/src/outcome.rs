@@ -4,54 +4,11 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use fuselane::reference::ulp;
-use fuselane::{DType, Element};
-use half::{bf16, f16};
+use fuselane::{DType, Result};
 
-use crate::Operator;
 use crate::backend::Runner;
 use crate::tensor::Tensor;
-
-/// K of one output: `|got - truth| <= 1/2 ulp of the output + K ulp of the arithmetic`, as the
-/// head of this crate has it.
-///
-/// Its `Display` is its row in the operator's page.
-///
-/// ```
-/// let bound = fuselane_check::Bound { output: "dx", f32: 2.5, f16: 2.5, bf16: 2.5, f64: 4.0 };
-/// assert_eq!(bound.to_string(), "| `dx` | 2.5 | 2.5 | 2.5 | 4 |");
-/// ```
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Bound {
-    /// The output it is for.
-    pub output: &'static str,
-    /// K for f32 activations, in ulp of f32.
-    pub f32: f64,
-    /// K for f16 activations, in ulp of f32, of which 8,192 are one of f16: short forms of some
-    /// functions are exact enough for it.
-    pub f16: f64,
-    /// K for bf16 activations, in ulp of f32, of which 65,536 are one of bf16.
-    pub bf16: f64,
-    /// K for f64 activations, in ulp of f64; it covers the error of the reference too.
-    pub f64: f64,
-}
-
-impl Bound {
-    fn k(&self, dtype: DType) -> f64 {
-        match dtype {
-            DType::F64 => self.f64,
-            DType::F16 => self.f16,
-            DType::BF16 => self.bf16,
-            _ => self.f32,
-        }
-    }
-}
-
-impl fmt::Display for Bound {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { output, f32, f16, bf16, f64 } = self;
-        write!(f, "| `{output}` | {f32} | {f16} | {bf16} | {f64} |")
-    }
-}
+use crate::{Bound, Operator};
 
 /// The worst of all elements of one output, for one dtype and backend: the one with the
 /// largest error of the arithmetic, relative to its bound.
@@ -114,10 +71,38 @@ impl fmt::Display for Outcome {
     }
 }
 
+/// Outcomes as a table: a line of column names, then a line for each.
+///
+/// ```
+/// assert!(fuselane_check::table(&[]).starts_with("operator  output"));
+/// ```
+pub fn table(outcomes: &[Outcome]) -> String {
+    let line = |names: [&str; 4], numbers: [String; 6], case: &str| {
+        let [operator, output, dtype, backend] = names;
+        let [ulp, bound, needed, k, compared, inexact] = numbers;
+        format!(
+            "{operator:9} {output:26} {dtype:5} {backend:9} {ulp:>9} {bound:>9} {needed:>9} \
+             {k:>6} {compared:>11} {inexact:>10}  {case}\n"
+        )
+    };
+    let numbers = ["ulp", "bound", "needed", "K", "compared", "inexact"].map(str::to_owned);
+    let mut text = line(["operator", "output", "dtype", "backend"], numbers, "case");
+    for outcome in outcomes {
+        let Outcome { operator, output, dtype, backend, worst, bound, needed, k, .. } = outcome;
+        let [worst, bound] = [worst, bound].map(|ulp| format!("{ulp:.4}"));
+        let counts = [outcome.compared, outcome.inexact].map(|count| count.to_string());
+        let [compared, inexact] = counts;
+        let numbers = [worst, bound, format!("{needed:.3}"), k.to_string(), compared, inexact];
+        text += &line([operator.name(), output, dtype.name(), backend], numbers, &outcome.case);
+    }
+    text
+}
+
 /// The outcomes of one operator.
 pub(crate) struct Outcomes {
     operator: Operator,
-    found: BTreeMap<(&'static str, usize, usize), Outcome>,
+    /// By output, dtype and backend.
+    worst: BTreeMap<(&'static str, usize, usize), Outcome>,
 }
 
 /// One call: what is known of it when its outputs are compared.
@@ -139,7 +124,7 @@ pub(crate) struct Expected<'a> {
 
 impl Outcomes {
     pub(crate) fn new(operator: Operator) -> Self {
-        Self { operator, found: BTreeMap::new() }
+        Self { operator, worst: BTreeMap::new() }
     }
 
     /// Compares the elements `values` of an output whose memory is `tensor`: its own, or the same
@@ -164,7 +149,7 @@ impl Outcomes {
         for (at, ((&got, &truth), &magnitude)) in
             values.iter().zip(truth).zip(magnitude).enumerate()
         {
-            let exact = round(tensor.dtype(), truth);
+            let exact = ulp::round(tensor.dtype(), truth);
             outcome.inexact += usize::from(got != exact && !(got.is_nan() && exact.is_nan()));
             let error = Error::new(tensor.dtype(), call.dtype, got, truth, magnitude);
             let needed = error.needed();
@@ -188,6 +173,22 @@ impl Outcomes {
         self.compare_values(call, output, tensor, &tensor.values(), expected);
     }
 
+    /// Runs a case on each backend. An error is a fault of `output`.
+    pub(crate) fn run(
+        &mut self,
+        (case, bounds, dtype): (&dyn fmt::Display, &[Bound], DType),
+        output: &'static str,
+        runners: &[Runner<'_>],
+        mut run: impl FnMut(&mut Self, Call<'_>) -> Result<()>,
+    ) {
+        for &runner in runners {
+            let call = Call { case, bounds, dtype, runner };
+            if let Err(error) = run(self, call) {
+                self.fault(call, output, &error.to_string());
+            }
+        }
+    }
+
     /// Records that a call did something that no element shows.
     pub(crate) fn fault(&mut self, call: Call<'_>, output: &'static str, what: &str) {
         let fault = format!("{what} ({})", call.case);
@@ -195,8 +196,8 @@ impl Outcomes {
     }
 
     fn outcome(&mut self, call: Call<'_>, output: &'static str) -> &mut Outcome {
-        let key = (output, call.dtype as usize, call.runner.place);
-        self.found.entry(key).or_insert_with(|| Outcome {
+        let key = (output, call.dtype as usize, call.runner.index);
+        self.worst.entry(key).or_insert_with(|| Outcome {
             operator: self.operator,
             output,
             dtype: call.dtype,
@@ -215,9 +216,9 @@ impl Outcomes {
     }
 
     pub(crate) fn merged(mut self, other: Self) -> Self {
-        for (key, theirs) in other.found {
-            let Some(ours) = self.found.get_mut(&key) else {
-                self.found.insert(key, theirs);
+        for (key, theirs) in other.worst {
+            let Some(ours) = self.worst.get_mut(&key) else {
+                self.worst.insert(key, theirs);
                 continue;
             };
             let mut sum = if theirs.used() > ours.used() { theirs.clone() } else { ours.clone() };
@@ -232,7 +233,7 @@ impl Outcomes {
 
     /// In the order of outputs, dtypes and backends.
     pub(crate) fn into_vec(self) -> Vec<Outcome> {
-        self.found.into_values().collect()
+        self.worst.into_values().collect()
     }
 }
 
@@ -275,16 +276,6 @@ impl Error {
     }
 }
 
-/// `value` rounded to `dtype` once.
-pub(crate) fn round(dtype: DType, value: f64) -> f64 {
-    match dtype {
-        DType::F32 => <f32 as Element>::from_f64(value).into(),
-        DType::F16 => <f16 as Element>::from_f64(value).to_f64(),
-        DType::BF16 => <bf16 as Element>::from_f64(value).to_f64(),
-        DType::F64 => value,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -294,7 +285,7 @@ mod tests {
     const BOUNDS: [Bound; 1] = [Bound { output: "o", f32: 2.0, f16: 2.0, bf16: 2.0, f64: 2.0 }];
 
     fn outcome(dtype: DType, got: f64, truth: f64, magnitude: f64) -> Outcome {
-        let runner = Runner { place: 0, backend: &Cpu(Isa::Portable) };
+        let runner = Runner { index: 0, backend: &Cpu(Isa::Portable) };
         let call = Call { case: &"test", bounds: &BOUNDS, dtype, runner };
         let tensor = Tensor::rounded(dtype, &[got], &[1]);
         let mut outcomes = Outcomes::new(Operator::Act);
@@ -336,7 +327,7 @@ mod tests {
         assert_eq!((near.worst, near.bound), (1.0, 2.5));
         let outcomes = |of: Outcome| Outcomes {
             operator: Operator::Act,
-            found: [(("o", 0, 0), of)].into_iter().collect(),
+            worst: [(("o", 0, 0), of)].into_iter().collect(),
         };
         let far = outcome(DType::F32, 1.0, 2.0, 2.0);
         let both = outcomes(near.clone()).merged(outcomes(far)).into_vec().remove(0);

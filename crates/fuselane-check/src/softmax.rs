@@ -4,22 +4,13 @@
 use std::fmt;
 
 use fuselane::reference::{self, Random};
-use fuselane::{DType, Result, Softmax};
+use fuselane::{DType, Softmax};
 
+use crate::Case;
 use crate::backend::Runner;
-use crate::outcome::{Call, Expected, Outcomes};
+pub use crate::bounds::SOFTMAX as BOUNDS;
+use crate::outcome::{Expected, Outcomes};
 use crate::tensor::Tensor;
-use crate::{Bound, Case};
-
-/// What is promised of both forms, checked for rows of up to 2,100 elements; sums run in chunks,
-/// so that K should not grow much beyond. The terms of `o` are o (1 + |x - max|), since the rounding of x - max passes through the
-/// exponential, and |o| + 1 for the logarithm. Those of the gradients are both terms of their
-/// formula; `dx from x` counts o as `o` does.
-pub const BOUNDS: [Bound; 3] = [
-    Bound { output: "o", f32: 4.5, f16: 1500.0, bf16: 7500.0, f64: 18.0 },
-    Bound { output: "dx from o", f32: 3.0, f16: 3.0, bf16: 3.0, f64: 4.5 },
-    Bound { output: "dx from x", f32: 4.0, f16: 4.0, bf16: 4.0, f64: 5.0 },
-];
 
 /// Shapes with a dimension each around the widths of lanes (4, 8, 16) and of the chunks that sums
 /// run in (32 and 1024).
@@ -142,34 +133,28 @@ impl Case for Rows {
         let magnitude = forward_magnitude(options, &x_values, dims);
         let dx_truth = backward_from_input(options, &x_values, &grad_values, dims);
         let dx_magnitude = backward_from_input_magnitude(options, &x_values, &grad_values, dims);
-        for &runner in runners {
-            let (backend, call) =
-                (runner.backend, Call { case: self, bounds: &BOUNDS, dtype, runner });
-            let mut run = || -> Result<()> {
-                let mut o = Tensor::unwritten(dtype, shape);
-                backend.softmax_forward(options, x.view(), o.view_mut())?;
-                let expected = Expected { truth: &truth, magnitude: &magnitude };
-                outcomes.compare(call, "o", &o, expected);
+        outcomes.run((self, &BOUNDS, dtype), "o", runners, |outcomes, call| {
+            let backend = call.runner.backend;
+            let mut o = Tensor::unwritten(dtype, shape);
+            backend.softmax_forward(options, x.view(), o.view_mut())?;
+            let expected = Expected { truth: &truth, magnitude: &magnitude };
+            outcomes.compare(call, "o", &o, expected);
 
-                let mut dx = Tensor::unwritten(dtype, shape);
-                let (x, grad) = (x.view(), grad.view());
-                backend.softmax_backward_from_input(options, x, grad, dx.view_mut())?;
-                let expected = Expected { truth: &dx_truth, magnitude: &dx_magnitude };
-                outcomes.compare(call, "dx from x", &dx, expected);
+            let mut dx = Tensor::unwritten(dtype, shape);
+            let (x, grad) = (x.view(), grad.view());
+            backend.softmax_backward_from_input(options, x, grad, dx.view_mut())?;
+            let expected = Expected { truth: &dx_truth, magnitude: &dx_magnitude };
+            outcomes.compare(call, "dx from x", &dx, expected);
 
-                // From the output as the forward rounded it.
-                let kept = o.values();
-                let truth = backward_from_output(options, &kept, &grad_values, dims);
-                let magnitude = backward_from_output_magnitude(options, &kept, &grad_values, dims);
-                let mut dx = Tensor::unwritten(dtype, shape);
-                backend.softmax_backward(options, o.view(), grad, dx.view_mut())?;
-                let expected = Expected { truth: &truth, magnitude: &magnitude };
-                outcomes.compare(call, "dx from o", &dx, expected);
-                Ok(())
-            };
-            if let Err(error) = run() {
-                outcomes.fault(call, "o", &error.to_string());
-            }
-        }
+            // From the output as the forward rounded it.
+            let saved = o.values();
+            let truth = backward_from_output(options, &saved, &grad_values, dims);
+            let magnitude = backward_from_output_magnitude(options, &saved, &grad_values, dims);
+            let mut dx = Tensor::unwritten(dtype, shape);
+            backend.softmax_backward(options, o.view(), grad, dx.view_mut())?;
+            let expected = Expected { truth: &truth, magnitude: &magnitude };
+            outcomes.compare(call, "dx from o", &dx, expected);
+            Ok(())
+        });
     }
 }

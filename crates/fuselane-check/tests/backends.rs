@@ -24,7 +24,7 @@ impl Device {
     }
 }
 
-fn of_theta(angles: Angles<'_>) -> Option<DType> {
+fn of_theta(angles: Angles) -> Option<DType> {
     match angles {
         Angles::Theta(theta) => Some(theta.dtype()),
         Angles::Table(_) => None,
@@ -40,33 +40,27 @@ impl Backend for Device {
         dtype != DType::F64
     }
 
-    fn act_forward(&self, act: Act, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
+    fn act_forward(&self, act: Act, x: View, o: ViewMut) -> Result<()> {
         self.count(&[Some(x.dtype()), Some(o.dtype())]);
         CPU.act_forward(act, x, o)
     }
 
-    fn act_in_place(&self, act: Act, x: ViewMut<'_>) -> Result<()> {
+    fn act_in_place(&self, act: Act, x: ViewMut) -> Result<()> {
         self.count(&[Some(x.dtype())]);
         CPU.act_in_place(act, x)
     }
 
-    fn act_backward(&self, act: Act, x: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+    fn act_backward(&self, act: Act, x: View, grad: View, dx: ViewMut) -> Result<()> {
         self.count(&[Some(x.dtype()), Some(grad.dtype())]);
         CPU.act_backward(act, x, grad, dx)
     }
 
-    fn softmax_forward(&self, options: &Softmax, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
+    fn softmax_forward(&self, options: &Softmax, x: View, o: ViewMut) -> Result<()> {
         self.count(&[Some(x.dtype())]);
         CPU.softmax_forward(options, x, o)
     }
 
-    fn softmax_backward(
-        &self,
-        options: &Softmax,
-        o: View<'_>,
-        grad: View<'_>,
-        dx: ViewMut<'_>,
-    ) -> Result<()> {
+    fn softmax_backward(&self, options: &Softmax, o: View, grad: View, dx: ViewMut) -> Result<()> {
         self.count(&[Some(o.dtype())]);
         CPU.softmax_backward(options, o, grad, dx)
     }
@@ -74,15 +68,15 @@ impl Backend for Device {
     fn softmax_backward_from_input(
         &self,
         options: &Softmax,
-        x: View<'_>,
-        grad: View<'_>,
-        dx: ViewMut<'_>,
+        x: View,
+        grad: View,
+        dx: ViewMut,
     ) -> Result<()> {
         self.count(&[Some(x.dtype())]);
         CPU.softmax_backward_from_input(options, x, grad, dx)
     }
 
-    fn normalize_forward(&self, options: &Normalize, call: NormalizeForward<'_>) -> Result<()> {
+    fn normalize_forward(&self, options: &Normalize, call: NormalizeForward) -> Result<()> {
         let [weight, bias] = [call.weight, call.bias].map(|view| view.map(|view| view.dtype()));
         self.count(&[Some(call.x.dtype()), weight, bias]);
         // It adds the residual wrongly: not at all.
@@ -93,40 +87,28 @@ impl Backend for Device {
         CPU.normalize_forward(options, NormalizeForward { residual, ..call })
     }
 
-    fn normalize_backward(&self, options: &Normalize, call: NormalizeBackward<'_>) -> Result<()> {
+    fn normalize_backward(&self, options: &Normalize, call: NormalizeBackward) -> Result<()> {
         let dweight = call.dweight.as_ref().map(ViewMut::dtype);
         self.count(&[Some(call.x.dtype()), dweight, call.dbias.as_ref().map(ViewMut::dtype)]);
         CPU.normalize_backward(options, call)
     }
 
-    fn rotate_forward(
-        &self,
-        options: &Rotate<'_>,
-        x: View<'_>,
-        angles: Angles<'_>,
-        o: ViewMut<'_>,
-    ) -> Result<()> {
+    fn rotate_forward(&self, options: &Rotate, x: View, angles: Angles, o: ViewMut) -> Result<()> {
         self.count(&[Some(x.dtype()), of_theta(angles)]);
         CPU.rotate_forward(options, x, angles, o)
     }
 
-    fn rotate_backward(&self, options: &Rotate<'_>, call: RotateBackward<'_>) -> Result<()> {
+    fn rotate_backward(&self, options: &Rotate, call: RotateBackward) -> Result<()> {
         let dtheta = call.dtheta.as_ref().map(ViewMut::dtype);
         self.count(&[Some(call.grad.dtype()), of_theta(call.angles), dtheta]);
         CPU.rotate_backward(options, call)
     }
 
-    fn cosine_forward(
-        &self,
-        _: &Cosine<'_>,
-        _: View<'_>,
-        _: Angles<'_>,
-        _: ViewMut<'_>,
-    ) -> Result<()> {
+    fn cosine_forward(&self, _: &Cosine, _: View, _: Angles, _: ViewMut) -> Result<()> {
         Err(Error::new("cosine", "device", "has no such kernel", "one"))
     }
 
-    fn cosine_backward(&self, _: &Cosine<'_>, _: CosineBackward<'_>) -> Result<()> {
+    fn cosine_backward(&self, _: &Cosine, _: CosineBackward) -> Result<()> {
         Err(Error::new("cosine", "device", "has no such kernel", "one"))
     }
 }

@@ -1,32 +1,13 @@
 //! The whole matrix of each operator, on all instruction sets of this CPU.
 
-use fuselane_check::{Effort, Operator, Selection, run};
+use fuselane_check::{Effort, Operator, Selection, run, table};
 
 fn check(operator: Operator) {
     let selection =
         Selection { operators: vec![operator], effort: Effort::Full, ..Selection::default() };
     let outcomes = run(&selection, &mut |_| {});
     assert!(!outcomes.is_empty());
-    println!(
-        "{:9} {:18} {:5} {:9} {:>9} {:>9} {:>9} {:>6} {:>11} {:>10}  case",
-        "operator", "output", "dtype", "isa", "ulp", "bound", "needed", "K", "compared", "inexact"
-    );
-    for outcome in &outcomes {
-        println!(
-            "{:9} {:18} {:5} {:9} {:9.4} {:9.4} {:9.3} {:6} {:11} {:10}  {}",
-            outcome.operator,
-            outcome.output,
-            outcome.dtype,
-            outcome.backend,
-            outcome.worst,
-            outcome.bound,
-            outcome.needed,
-            outcome.k,
-            outcome.compared,
-            outcome.inexact,
-            outcome.case
-        );
-    }
+    println!("{}", table(&outcomes));
     let broken: Vec<String> =
         outcomes.iter().filter(|o| !o.ok()).map(ToString::to_string).collect();
     assert!(broken.is_empty(), "\n{}", broken.join("\n"));

@@ -131,3 +131,19 @@ def assert_close(got, want, ulps=2.0, floor=2e-6):
     both_nan = got.isnan() & want.isnan()
     same = got == want
     assert bool(((off <= 0) | both_nan | same).all()), f"off by {off.nan_to_num().max().item():.3e}"
+
+
+def assert_encoding(encode, truth, x, theta, case, dtype, floor):
+    """Values and gradients of an encoding of x rounded to dtype, beside the truth, in float64."""
+    x = x.to(dtype).requires_grad_()
+    theta = theta.to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
+    o = encode(x, theta, **case)
+    grad = torch.randn(o.shape).to(dtype)
+    dx, dtheta = torch.autograd.grad(o, [x, theta], grad)
+    exact = [t.detach().double().requires_grad_() for t in (x, theta)]
+    want = truth(*exact, **case)
+    wants = torch.autograd.grad(want, exact, grad.double())
+    assert o.dtype == dtype
+    assert_close(o, want, 2, floor)
+    assert_close(dx, wants[0], 2, floor)
+    assert_close(dtheta, wants[1], 16, floor * (1 + wants[1].abs().max().item()))

@@ -1,7 +1,7 @@
 import plain
 import pytest
 import torch
-from plain import DTYPES, assert_close
+from plain import DTYPES, assert_close, assert_encoding
 
 import fuselane
 
@@ -45,22 +45,11 @@ def columns_of(case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_and_gradients(case, dtype):
     x, theta = call_of(case, columns_of(case))
-    x = x.to(dtype).requires_grad_()
-    theta = theta.to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
-    o = fuselane.lrpe_rotate(x, theta, **case)
-    grad = torch.randn(x.shape).to(dtype)
-    dx, dtheta = torch.autograd.grad(o, [x, theta], grad)
-    exact = [t.detach().double().requires_grad_() for t in (x, theta)]
-    want = plain.rotate(*exact, **case)
-    wants = torch.autograd.grad(want, exact, grad.double())
-    assert o.dtype == dtype
     # Angles are rounded to float32: at 1000, by 3e-5.
     floor = 1e-4 if case.get("offset") else 1e-5
     if "act" in case:  # of 16 bits, exact to a fifth of a unit in the last place before the turn
         floor = max(floor, torch.finfo(dtype).eps / 4)
-    assert_close(o, want, 2, floor)
-    assert_close(dx, wants[0], 2, floor)
-    assert_close(dtheta, wants[1], 16, floor * (1 + wants[1].abs().max().item()))
+    assert_encoding(fuselane.lrpe_rotate, plain.rotate, x, theta, case, dtype, floor)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -13,7 +13,9 @@ pub enum DType {
     F16,
     /// The upper half of binary32.
     BF16,
-    /// IEEE binary64, for checking: all arithmetic stays in f64.
+    /// IEEE binary64, for checking: all arithmetic stays in f64. Calls on f64 activations are served
+    /// by the plain code of [`mod@crate::reference`], slowly: on the calling thread, from copies of
+    /// their tensors, and with as much again for intermediate results.
     F64,
 }
 
@@ -186,23 +188,6 @@ macro_rules! with_element {
     };
 }
 pub(crate) use with_element;
-
-/// Runs `$body` with `$R` bound to the arithmetic type of a [`DType`].
-macro_rules! with_real {
-    ($dtype:expr, $R:ident => $body:expr) => {
-        match $dtype.real() {
-            $crate::DType::F64 => {
-                type $R = f64;
-                $body
-            }
-            _ => {
-                type $R = f32;
-                $body
-            }
-        }
-    };
-}
-pub(crate) use with_real;
 
 #[cfg(test)]
 mod tests {

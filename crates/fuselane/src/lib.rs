@@ -33,24 +33,23 @@
 //! of a call; inputs are never written, and nothing is copied behind your back. Large
 //! calls run on as many threads as `rayon`'s global pool has, the calling one among them; in a
 //! `rayon` pool, where the caller has entered one; or where [`with_executor`] says.
-//! [`mod@reference`] has each operator again in plain f64, as the truth that tests compare with.
+//! [`mod@reference`] has each operator again in plain f64, as the truth that tests compare with. Calls
+//! on f64 are for checking, and it is what serves them: see [`DType::F64`].
 
 #[cfg(test)]
 mod calls;
 mod dtype;
 mod error;
+mod exec;
+mod kernels;
 pub mod machine;
 #[cfg(feature = "ndarray")]
 mod ndarray;
 pub mod ops;
-mod parallel;
 pub mod plan;
 pub mod pool;
 pub mod reference;
-mod rows;
-mod scratch;
 mod simd;
-mod team;
 mod view;
 
 // What `tests/` calls this crate.
@@ -59,9 +58,11 @@ extern crate self as fuselane;
 
 pub use dtype::{DType, Element, Real};
 pub use error::{Error, Result};
+pub use exec::parallel::{Executor, for_each_task, on_this_thread, with_executor};
 pub use ops::act::Act;
 pub use ops::angles::{AngleTable, Angles, Positions};
 pub use ops::cosine::{Cosine, CosineBackward};
+pub use ops::encode::{FusedAct, TokenLayout};
 pub use ops::normalize::{
     GatePosition, Normalize, NormalizeBackward, NormalizeForward, NormalizeGradients, Normalized,
     Residual, WeightForm,
@@ -69,8 +70,6 @@ pub use ops::normalize::{
 pub use ops::rotate::{Pairing, Partial, Rotate, RotateBackward};
 pub use ops::softmax::Softmax;
 pub use ops::theta::{Scaling, Theta};
-pub use ops::tokens::{FusedAct, TokenLayout};
-pub use parallel::{Executor, for_each_task, on_this_thread, with_executor};
 pub use pool::Buffer;
 pub use simd::{Isa, isa, with_isa};
 pub use view::{MAX_RANK, View, ViewMut};

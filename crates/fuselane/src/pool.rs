@@ -27,8 +27,9 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use crate::dtype::{DType, Element, Real};
+use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
+use crate::exec::scratch::Plain;
 use crate::view::{MAX_RANK, View, ViewMut};
 
 /// The size and alignment of a huge page, and the alignment of large blocks.
@@ -416,99 +417,21 @@ impl std::fmt::Debug for Buffer {
 
 /// The first `len` numbers of `words` from a cache line's start on.
 #[inline(always)]
-pub(crate) fn aligned_numbers<R: Real>(words: &[u64], len: usize) -> &[R] {
+pub(crate) fn aligned_numbers<R: Plain>(words: &[u64], len: usize) -> &[R] {
     let words = &words[words.as_ptr().align_offset(LINE)..];
     assert!(len * size_of::<R>() <= size_of_val(words), "scratch is too short");
-    // SAFETY: `R` is f32 or f64, valid for any bits and aligned no more than u64; the length was
-    // just checked.
+    // SAFETY: what `Plain` promises of its types; the length was just checked.
     unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), len) }
 }
 
 /// [`aligned_numbers`], to write.
 #[inline(always)]
-pub(crate) fn aligned_numbers_mut<R: Real>(words: &mut [u64], len: usize) -> &mut [R] {
+pub(crate) fn aligned_numbers_mut<R: Plain>(words: &mut [u64], len: usize) -> &mut [R] {
     let skip = words.as_ptr().align_offset(LINE);
     let words = &mut words[skip..];
     assert!(len * size_of::<R>() <= size_of_val(words), "scratch is too short");
     // SAFETY: as in `aligned_numbers`; the borrow is exclusive.
     unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), len) }
-}
-
-/// The same numbers under the name that a kernel has for their type (`T::Real`), which the compiler
-/// cannot know to be the caller's `A`.
-#[inline(always)]
-pub(crate) fn same_reals<A: Real, B: Real>(numbers: &[A]) -> &[B] {
-    assert!(A::DTYPE == B::DTYPE, "{} taken as {}", A::DTYPE, B::DTYPE);
-    // SAFETY: f32 and f64 are the only types that are `Real`, and the tags are equal, so `A` is
-    // `B`.
-    unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), numbers.len()) }
-}
-
-/// [`same_reals`], to write.
-#[inline(always)]
-pub(crate) fn same_reals_mut<A: Real, B: Real>(numbers: &mut [A]) -> &mut [B] {
-    assert!(A::DTYPE == B::DTYPE, "{} taken as {}", A::DTYPE, B::DTYPE);
-    // SAFETY: as in `same_reals`; the borrow is exclusive.
-    unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), numbers.len()) }
-}
-
-/// Numbers of the arithmetic type, for kernels to take. A kernel that were generic over their type
-/// would be compiled for every pair of it and an activations' dtype, half of them for nothing.
-#[derive(Clone, Copy)]
-pub(crate) enum Reals<'a> {
-    F32(&'a [f32]),
-    F64(&'a [f64]),
-}
-
-impl<'a> Reals<'a> {
-    pub(crate) fn new<R: Real>(numbers: &'a [R]) -> Self {
-        if R::DTYPE == DType::F64 {
-            Self::F64(same_reals(numbers))
-        } else {
-            Self::F32(same_reals(numbers))
-        }
-    }
-
-    pub(crate) fn len(self) -> usize {
-        match self {
-            Self::F32(numbers) => numbers.len(),
-            Self::F64(numbers) => numbers.len(),
-        }
-    }
-
-    /// The numbers under the name that the kernel has for their type.
-    #[inline(always)]
-    pub(crate) fn get<R: Real>(self) -> &'a [R] {
-        match self {
-            Self::F32(numbers) => same_reals(numbers),
-            Self::F64(numbers) => same_reals(numbers),
-        }
-    }
-}
-
-/// [`Reals`], to write.
-pub(crate) enum RealsMut<'a> {
-    F32(&'a mut [f32]),
-    F64(&'a mut [f64]),
-}
-
-impl<'a> RealsMut<'a> {
-    pub(crate) fn new<R: Real>(numbers: &'a mut [R]) -> Self {
-        if R::DTYPE == DType::F64 {
-            Self::F64(same_reals_mut(numbers))
-        } else {
-            Self::F32(same_reals_mut(numbers))
-        }
-    }
-
-    /// The numbers under the name that the kernel has for their type.
-    #[inline(always)]
-    pub(crate) fn get<R: Real>(self) -> &'a mut [R] {
-        match self {
-            Self::F32(numbers) => same_reals_mut(numbers),
-            Self::F64(numbers) => same_reals_mut(numbers),
-        }
-    }
 }
 
 #[cfg(test)]

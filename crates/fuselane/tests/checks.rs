@@ -189,6 +189,15 @@ fn softmax() {
     }
 }
 
+/// The call that `base` makes, with this change.
+fn changed<C>(base: impl Fn(Place) -> C, change: fn(Place, &mut C)) -> impl Fn(Place) -> C {
+    move |at| {
+        let mut call = base(at);
+        change(at, &mut call);
+        call
+    }
+}
+
 type Change<T> = (&'static str, fn(Place, &mut T));
 
 #[test]
@@ -217,11 +226,7 @@ fn normalize_forward() {
         }),
     ];
     for (argument, change) in changes {
-        let changed = |at: Place| {
-            let mut call = base(at);
-            change(at, &mut call);
-            call
-        };
+        let changed = changed(&base, change);
         let wrong =
             fault(|at| layer.check_forward(changed(at)), |at| layer.forward_into(changed(at)));
         assert_eq!(wrong, argument);
@@ -270,11 +275,7 @@ fn normalize_backward() {
         ("dresidual", |at, call| call.dresidual = Some(at.output(6, F32, &[3, 8]))),
     ];
     for (argument, change) in changes {
-        let changed = |at: Place| {
-            let mut call = base(at);
-            change(at, &mut call);
-            call
-        };
+        let changed = changed(&base, change);
         let wrong =
             fault(|at| layer.check_backward(changed(at)), |at| layer.backward_into(changed(at)));
         assert_eq!(wrong, argument);
@@ -374,11 +375,7 @@ fn rotate_backward() {
     ];
     for (argument, change) in changes {
         for options in [plain, silu] {
-            let changed = |at: Place| {
-                let mut call = base(at);
-                change(at, &mut call);
-                call
-            };
+            let changed = changed(&base, change);
             let checked = run(
                 |at| options.check_backward(changed(at)),
                 |at| options.backward_into(changed(at)),

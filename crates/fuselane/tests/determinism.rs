@@ -6,9 +6,9 @@ mod common;
 use common::{Call, Input, Output, Results, assert_same_bits, each_isa, on_threads};
 use fuselane::reference::Random;
 use fuselane::{
-    Act, Cosine, CosineBackward, DType, FusedAct, GatePosition, Isa, Normalize, NormalizeBackward,
-    NormalizeForward, Pairing, Positions, Residual, Rotate, RotateBackward, Softmax, TokenLayout,
-    with_isa,
+    Act, Angles, Cosine, CosineBackward, DType, FusedAct, GatePosition, Isa, Normalize,
+    NormalizeBackward, NormalizeForward, Pairing, Positions, Residual, Result, Rotate,
+    RotateBackward, Softmax, TokenLayout, View, ViewMut, with_isa,
 };
 
 /// A call on tensors of more than the megabyte from which threads are woken, for every number of
@@ -59,6 +59,32 @@ fn same_on_any_threads(what: &str, call: &Call<'_>) -> Vec<Results> {
         assert_same_bits(a, b, &format!("{what} avx2 and avx512_wide"));
     }
     results.into_iter().map(|(_, result)| result).collect()
+}
+
+/// Forward and backward of an encoding, with tensors of the shapes of x, o and theta.
+fn encoding_on_any_threads(
+    (what, dtype, [x, o, theta]): (&str, DType, [&[usize]; 3]),
+    forward: impl Fn(View<'_>, View<'_>, ViewMut<'_>) -> Result<()> + Sync,
+    backward: impl Fn(
+        View<'_>,
+        View<'_>,
+        Angles<'_>,
+        Option<ViewMut<'_>>,
+        Option<ViewMut<'_>>,
+    ) -> Result<()>
+    + Sync,
+) {
+    let inputs = || vec![random(dtype, x, 1), random(dtype, o, 2), random(DType::F32, theta, 3)];
+    let call = Call::new(inputs(), vec![Output::new(dtype, o)], |i, mut o| {
+        forward(i[0], i[2], o.remove(0))
+    });
+    same_on_any_threads(what, &call);
+    let gradients = vec![Output::new(dtype, x), Output::new(DType::F32, theta).parameter()];
+    let call = Call::new(inputs(), gradients, |i, mut o| {
+        let (dtheta, dx) = (o.pop(), o.pop());
+        backward(i[0], i[1], i[2].into(), dx, dtheta)
+    });
+    same_on_any_threads(&format!("{what} backward"), &call);
 }
 
 fn random(dtype: DType, shape: &[usize], seed: u64) -> Input {
@@ -126,30 +152,17 @@ fn rotate() {
             let sequences = Some(&ends[..]).filter(|_| shape.contains(&311));
             let rotate = Rotate { act, layout, sequences, pairing, ..Rotate::default() };
             let what = format!("rotate {act} {dtype} {layout:?} theta {theta:?}");
-            let inputs = || {
-                vec![
-                    random(dtype, &shape, 1),
-                    random(dtype, &shape, 2),
-                    random(DType::F32, &theta, 3),
-                ]
-            };
-            let call = Call::new(inputs(), vec![Output::new(dtype, &shape)], |i, mut o| {
-                rotate.forward_into(i[0], i[2], o.remove(0))
-            });
-            same_on_any_threads(&what, &call);
-            let out = vec![Output::new(dtype, &shape), Output::new(DType::F32, &theta).parameter()];
-            let call = Call::new(inputs(), out, |i, mut o| {
-                rotate.backward_into(RotateBackward {
-                    x: Some(i[0]),
-                    grad: i[1],
-                    angles: i[2].into(),
-                    dtheta: o.pop(),
-                    dx: o.pop(),
-                })
-            });
-            same_on_any_threads(&format!("{what} backward"), &call);
+            encoding_on_any_threads(
+                (&what, dtype, [&shape, &shape, &theta]),
+                |x, theta, o| rotate.forward_into(x, theta, o),
+                |x, grad, angles, dx, dtheta| {
+                    rotate.backward_into(RotateBackward { x: Some(x), grad, angles, dx, dtheta })
+                },
+            );
+            let [x, grad] = [1, 2].map(|seed| random(dtype, &shape, seed));
+            let inputs = vec![x, grad, random(DType::F32, &theta, 3)];
             // Without dtheta, rows of several batch entries may take turns.
-            let call = Call::new(inputs(), vec![Output::new(dtype, &shape)], |i, mut o| {
+            let call = Call::new(inputs, vec![Output::new(dtype, &shape)], |i, mut o| {
                 let (x, grad, angles) = (Some(i[0]), i[1], i[2].into());
                 rotate.backward_into(RotateBackward { x, grad, angles, dx: o.pop(), dtheta: None })
             });
@@ -175,29 +188,13 @@ fn cosine() {
             let mut wide = shape;
             wide[3] *= 2;
             let what = format!("cosine {act} {dtype} {layout:?}");
-            let theta = [5, 33];
-            let inputs = || {
-                vec![
-                    random(dtype, &shape, 1),
-                    random(dtype, &wide, 2),
-                    random(DType::F32, &theta, 3),
-                ]
-            };
-            let call = Call::new(inputs(), vec![Output::new(dtype, &wide)], |i, mut o| {
-                cosine.forward_into(i[0], i[2], o.remove(0))
-            });
-            same_on_any_threads(&what, &call);
-            let out = vec![Output::new(dtype, &shape), Output::new(DType::F32, &theta).parameter()];
-            let call = Call::new(inputs(), out, |i, mut o| {
-                cosine.backward_into(CosineBackward {
-                    x: Some(i[0]),
-                    grad: i[1],
-                    angles: i[2].into(),
-                    dtheta: o.pop(),
-                    dx: o.pop(),
-                })
-            });
-            same_on_any_threads(&format!("{what} backward"), &call);
+            encoding_on_any_threads(
+                (&what, dtype, [&shape, &wide, &[5, 33]]),
+                |x, theta, o| cosine.forward_into(x, theta, o),
+                |x, grad, angles, dx, dtheta| {
+                    cosine.backward_into(CosineBackward { x: Some(x), grad, angles, dx, dtheta })
+                },
+            );
         }
     }
 }

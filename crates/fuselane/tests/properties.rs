@@ -160,13 +160,7 @@ proptest! {
 
         let x_tokens = tokens.tokens_first(&x.values, d);
         let grad_tokens = tokens.tokens_first(&grad.values, d);
-        let input = angles::Input {
-            x: &x_tokens,
-            dims: tokens.dims,
-            theta: &theta.values,
-            theta_dims: [theta.shape[0], theta.shape[1]],
-            dtype,
-        };
+        let input = encoding_input(&tokens, &x_tokens, &theta);
         let truth = reference::rotate::forward(&options, &input);
         let sizes = reference::rotate::forward_magnitude(&options, &input);
         let out = vec![Output::new(dtype, &shape)];
@@ -209,16 +203,8 @@ proptest! {
         for (results, alone) in call.everywhere(random).into_iter().zip(alone) {
             assert_eq!(results.bits[0], alone.bits[0], "dx with and without dtheta: {what}");
             if !specials {
-                let dx = tokens.tokens_first(&results.values(0), d);
-                assert_near(&format!("dx of {what}"), dtype, &dx, &truth.dx, &sizes.dx, stored(dtype));
-                gradient_near(
-                    &format!("dtheta of {what}"),
-                    (dtheta_dtype, dtype),
-                    &results.values(1),
-                    &truth.dtheta,
-                    &sizes.dtheta,
-                    stored(dtype),
-                );
+                let [dx, dtheta] = [results.values(0), results.values(1)];
+                gradients_near(&what, &tokens, dtheta_dtype, [dx, dtheta], [&truth, &sizes]);
             }
         }
     }
@@ -243,13 +229,7 @@ proptest! {
 
         let x_tokens = tokens.tokens_first(&x.values, d);
         let grad_tokens = tokens.tokens_first(&grad.values, 2 * d);
-        let input = angles::Input {
-            x: &x_tokens,
-            dims: tokens.dims,
-            theta: &theta.values,
-            theta_dims: [theta.shape[0], theta.shape[1]],
-            dtype,
-        };
+        let input = encoding_input(&tokens, &x_tokens, &theta);
         let truth = reference::cosine::forward(&options, &input);
         let sizes = reference::cosine::forward_magnitude(&options, &input);
         let out = vec![Output::new(dtype, &wide)];
@@ -281,19 +261,39 @@ proptest! {
         });
         for results in call.everywhere(random) {
             if !specials {
-                let dx = tokens.tokens_first(&results.values(0), d);
-                assert_near(&format!("dx of {what}"), dtype, &dx, &truth.dx, &sizes.dx, stored(dtype));
-                gradient_near(
-                    &format!("dtheta of {what}"),
-                    (dtheta_dtype, dtype),
-                    &results.values(1),
-                    &truth.dtheta,
-                    &sizes.dtheta,
-                    stored(dtype),
-                );
+                let [dx, dtheta] = [results.values(0), results.values(1)];
+                gradients_near(&what, &tokens, dtheta_dtype, [dx, dtheta], [&truth, &sizes]);
             }
         }
     }
+}
+
+/// What the reference of an encoding reads.
+fn encoding_input<'a>(tokens: &Tokens, x: &'a [f64], theta: &'a Input) -> angles::Input<'a> {
+    let theta_dims = [theta.shape[0], theta.shape[1]];
+    angles::Input { x, dims: tokens.dims, theta: &theta.values, theta_dims, dtype: tokens.dtype }
+}
+
+/// Compares dx, in the call's layout, and dtheta, in its own dtype, with the truth and its sizes.
+fn gradients_near(
+    what: &str,
+    tokens: &Tokens,
+    dtheta_dtype: DType,
+    [dx, dtheta]: [Vec<f64>; 2],
+    [truth, sizes]: [&angles::Gradients; 2],
+) {
+    let (dtype, ulps) = (tokens.dtype, stored(tokens.dtype));
+    let dx = tokens.tokens_first(&dx, tokens.dims[3]);
+    assert_near(&format!("dx of {what}"), dtype, &dx, &truth.dx, &sizes.dx, ulps);
+    let dtypes = (dtheta_dtype, dtype);
+    gradient_near(
+        &format!("dtheta of {what}"),
+        dtypes,
+        &dtheta,
+        &truth.dtheta,
+        &sizes.dtheta,
+        ulps,
+    );
 }
 
 /// A parameter's gradient: rounded to its own dtype, summed in the arithmetic type of the

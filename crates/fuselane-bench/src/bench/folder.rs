@@ -234,7 +234,6 @@ fn read(path: &Path) -> Result<(Run, Vec<Record>, u64), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::case::{Metric, Mode};
     use crate::machine::Machine;
     use std::collections::BTreeMap;
 
@@ -256,29 +255,16 @@ mod tests {
     fn record(n: usize) -> Record {
         Record {
             table: "a-table".to_owned(),
-            family: "act".to_owned(),
-            title: "relu".to_owned(),
-            operator: "act".to_owned(),
-            metric: Metric::Speed,
-            mode: Mode::Fwd,
             n,
-            dtype: "bf16".to_owned(),
-            provider: "fuselane".to_owned(),
-            alloc: Alloc::Warm,
-            device: None,
             value: Some(0.5),
             p20: Some(0.25),
             p80: Some(0.75),
-            unit: "ms".to_owned(),
             bytes: Some(1 << 40),
-            least_bytes: None,
             of_copy_limit: Some(0.9),
-            of_roofline: None,
             error: Some(0.5),
-            ok: true,
             note: "with, a comma".to_owned(),
             calls: 7,
-            again: false,
+            ..crate::record::tests::some()
         }
     }
 

@@ -11,11 +11,11 @@ use crate::case::{Case, Dtype, Metric, Mode};
 pub(super) struct Table {
     pub(super) name: String,
     pub(super) case: Case,
+    /// The sizes of its rows.
+    pub(super) sizes: Vec<usize>,
     pub(super) metric: Metric,
     pub(super) mode: Mode,
     pub(super) dtype: Dtype,
-    /// The sizes of its rows.
-    pub(super) sizes: Vec<usize>,
 }
 
 /// The sizes that are asked for.
@@ -68,7 +68,7 @@ pub(super) fn tables(
                 for mode in Mode::ALL {
                     let name = case.table(metric, mode, dtype.0);
                     let (case, sizes) = (case.clone(), sizes.of(case));
-                    all.push(Table { name, case, metric, mode, dtype, sizes });
+                    all.push(Table { name, case, sizes, metric, mode, dtype });
                 }
             }
         }

@@ -191,7 +191,7 @@ fn factor(ratio: f64) -> String {
 mod tests {
     use super::*;
     use crate::bench::select::{Sizes, tables};
-    use crate::case::{Mode, builtin};
+    use crate::case::builtin;
 
     fn table() -> Table {
         let globs = ["act-speed-fwd-*relu*".to_owned()];
@@ -204,27 +204,19 @@ mod tests {
             table: table.name,
             family: table.case.family,
             title: table.case.title,
-            operator: "act".to_owned(),
-            metric: Metric::Speed,
-            mode: Mode::Fwd,
             n,
-            dtype: "bf16".to_owned(),
             provider: provider.to_owned(),
-            alloc: Alloc::Warm,
-            device: None,
             value,
             p20: value,
             p80: value,
-            unit: "ms".to_owned(),
             bytes: Some(100),
-            least_bytes: None,
             of_copy_limit: Some(0.91),
             of_roofline: Some(0.95),
             error: value.map(|_| 0.5),
             ok,
             note: if ok { String::new() } else { "off by 9000 ulp".to_owned() },
             calls: 5,
-            again: false,
+            ..crate::record::tests::some()
         }
     }
 

@@ -12,11 +12,11 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use fuselane::reference::{act, angles, cosine, normalize, rotate, softmax, ulp};
-use fuselane::{Act, Cosine, DType, GatePosition, Normalize, Positions, Rotate, Softmax};
+use fuselane::{Act, DType, Softmax};
 use rayon::prelude::*;
 
 use super::inputs;
-use crate::case::{Case, Gate, Mode, Operator};
+use crate::case::{Case, Mode, Operator};
 use crate::protocol::{Input, Sample};
 
 /// Rows of a norm that are compared at each end.
@@ -160,7 +160,6 @@ impl Slices<'_> {
             theta_dims: [1, theta.len()],
             dtype: self.dtype,
         };
-        let fused = self.case.operator.fused_act().unwrap_or_default();
         match self.case.operator {
             Operator::Act { act } => self.elementwise(act, x, grad),
             Operator::Softmax { dim } => {
@@ -172,20 +171,15 @@ impl Slices<'_> {
                 }
             }
             Operator::Rotate { .. } => {
-                let options = Rotate { act: fused, ..Rotate::default() };
+                let options = self.case.operator.rotate();
                 match grad {
                     None => rotate::forward(&options, &input),
                     Some(grad) => rotate::backward(&options, &input, grad).dx,
                 }
             }
-            Operator::Cosine { axes, extra, .. } => {
-                let grid = vec![self.n; axes as usize];
-                let options = Cosine {
-                    act: fused,
-                    positions: Positions::Grid(&grid),
-                    extra_tokens: extra,
-                    ..Cosine::default()
-                };
+            Operator::Cosine { .. } => {
+                let grid = self.case.operator.grid(self.n);
+                let options = self.case.operator.cosine(&grid);
                 match grad {
                     None => cosine::forward(&options, &input),
                     Some(grad) => cosine::backward(&options, &input, grad).dx,
@@ -265,12 +259,7 @@ impl Slices<'_> {
             rows,
             d,
         };
-        let mut options = Normalize::default();
-        if let Operator::Normalize { gate, gate_act, eps, .. } = self.case.operator {
-            let post = gate == Some(Gate::Post);
-            let gate_position = if post { GatePosition::Post } else { GatePosition::Pre };
-            options = Normalize { eps, gate_act, gate_position, ..options };
-        }
+        let options = self.case.operator.normalize();
         Ok(match self.read("grad", &part)? {
             None => Part::Forward(normalize::forward(&options, &input).o),
             Some(grad) => Part::Backward(normalize::backward(&options, &input, &grad, None)),

@@ -4,13 +4,12 @@
 //! caches or not, one thread or all) it takes the one that is fastest at that size.
 
 use std::collections::BTreeMap;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use fuselane::{Buffer, DType};
 use rayon::prelude::*;
 
-use super::{Peer, Start, own_worker};
+use super::Peer;
 use crate::case::Operator;
 use crate::copy::{self, Way};
 use crate::protocol::{Job, Sample};
@@ -21,10 +20,6 @@ pub(crate) struct Copy;
 impl Peer for Copy {
     fn name(&self) -> &'static str {
         "copy"
-    }
-
-    fn command(&self, start: Start) -> Result<Command, String> {
-        own_worker(self.name(), start)
     }
 
     fn applies(&self, operator: &Operator) -> bool {

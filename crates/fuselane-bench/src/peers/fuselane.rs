@@ -1,17 +1,14 @@
 //! fuselane itself; and with an angle table that was made beforehand, as `fuselane_table`.
 
-use std::collections::BTreeMap;
-use std::process::Command;
-
 use fuselane::{
-    Act, AngleTable, Angles, Buffer, Cosine, CosineBackward, DType, GatePosition, Normalize,
-    NormalizeBackward, NormalizeForward, Positions, Residual, Rotate, RotateBackward, Softmax,
+    Act, AngleTable, Angles, Buffer, CosineBackward, DType, NormalizeBackward, NormalizeForward,
+    Residual, RotateBackward, Softmax,
 };
 
-use super::{Peer, Start, own_worker};
-use crate::case::{Gate, Mode, Operator};
+use super::{Peer, sample};
+use crate::case::{Mode, Operator};
 use crate::protocol::{Alloc, Job, Sample};
-use crate::tensor::{self, Inputs};
+use crate::tensor::Inputs;
 use crate::worker::{Call, Fault, Library, Loaded};
 
 pub(crate) struct Fuselane {
@@ -24,10 +21,6 @@ impl Peer for Fuselane {
         if self.table { "fuselane_table" } else { "fuselane" }
     }
 
-    fn command(&self, start: Start) -> Result<Command, String> {
-        own_worker(self.name(), start)
-    }
-
     fn applies(&self, operator: &Operator) -> bool {
         !self.table || matches!(operator, Operator::Cosine { .. })
     }
@@ -38,19 +31,9 @@ impl Peer for Fuselane {
 }
 
 impl Library for Fuselane {
-    fn versions(&self) -> BTreeMap<String, String> {
-        BTreeMap::from([
-            ("fuselane".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
-            ("isa".to_owned(), fuselane::isa().name().to_owned()),
-        ])
-    }
-
     fn load(&self, job: &Job) -> Result<Box<dyn Loaded>, Fault> {
         let inputs = Inputs::read(job)?;
-        let grid = match job.operator {
-            Operator::Cosine { axes, .. } => vec![job.n; axes as usize],
-            _ => Vec::new(),
-        };
+        let grid = job.operator.grid(job.n);
         Ok(Box::new(Prepared { job: job.clone(), inputs, grid, table: self.table }))
     }
 
@@ -78,19 +61,19 @@ impl Loaded for Prepared {
             }
             _ => None,
         };
-        let kept = Kept { table, o: None, statistics: None };
-        let mut call = Ours { of: self, outputs: Vec::new(), kept };
+        let saved = Saved { table, o: None, statistics: None };
+        let mut call = Ours { of: self, outputs: Vec::new(), saved };
         if self.job.mode == Mode::Bwd {
             let mut outputs = Vec::new();
-            call.kept.statistics = self.forward(&call.kept, &mut outputs)?;
-            call.kept.o = outputs.pop().map(|(_, o)| o);
+            call.saved.statistics = self.forward(&call.saved, &mut outputs)?;
+            call.saved.o = outputs.pop().map(|(_, o)| o);
         }
         Ok(Box::new(call))
     }
 }
 
 /// What there is besides inputs and outputs: a table, and what a backward needs of its forward.
-struct Kept {
+struct Saved {
     table: Option<AngleTable>,
     o: Option<Buffer>,
     statistics: Option<Buffer>,
@@ -99,7 +82,7 @@ struct Kept {
 struct Ours<'a> {
     of: &'a Prepared,
     outputs: Vec<(&'static str, Buffer)>,
-    kept: Kept,
+    saved: Saved,
 }
 
 impl Call for Ours<'_> {
@@ -109,21 +92,13 @@ impl Call for Ours<'_> {
             self.outputs.clear();
         }
         match self.of.job.mode {
-            Mode::Fwd => self.of.forward(&self.kept, &mut self.outputs).map(drop),
-            Mode::Bwd => self.of.backward(&self.kept, &mut self.outputs),
+            Mode::Fwd => self.of.forward(&self.saved, &mut self.outputs).map(drop),
+            Mode::Bwd => self.of.backward(&self.saved, &mut self.outputs),
         }
     }
 
     fn sample(&self, output: &str, samples: &[Sample]) -> Result<Vec<f32>, Fault> {
-        match self.outputs.iter().find(|(name, _)| *name == output) {
-            Some((_, buffer)) => tensor::sample(buffer, samples),
-            // The identity gives back what it was given.
-            None if self.of.job.operator == (Operator::Act { act: Act::None }) => {
-                let name = if output == "o" { "x" } else { "grad" };
-                self.of.inputs.sample(name, samples)
-            }
-            None => Err(Fault::Failed(format!("there is no output {output}"))),
-        }
+        sample(&self.of.job, &self.of.inputs, &self.outputs, output, samples)
     }
 }
 
@@ -145,30 +120,17 @@ fn output<'a>(
 }
 
 impl Prepared {
-    fn angles<'a>(&'a self, kept: &'a Kept) -> Result<Angles<'a>, Fault> {
-        match &kept.table {
+    fn angles<'a>(&'a self, saved: &'a Saved) -> Result<Angles<'a>, Fault> {
+        match &saved.table {
             Some(table) => Ok(table.into()),
             None => Ok(self.inputs.need("theta")?.into()),
-        }
-    }
-
-    fn rotate(&self) -> Rotate<'_> {
-        Rotate { act: self.job.operator.fused_act().unwrap_or_default(), ..Rotate::default() }
-    }
-
-    fn cosine(&self, extra: usize) -> Cosine<'_> {
-        Cosine {
-            act: self.job.operator.fused_act().unwrap_or_default(),
-            positions: Positions::Grid(&self.grid),
-            extra_tokens: extra,
-            ..Cosine::default()
         }
     }
 
     /// Writes o, and gives the statistics of a norm.
     fn forward(
         &self,
-        kept: &Kept,
+        saved: &Saved,
         outputs: &mut Vec<(&'static str, Buffer)>,
     ) -> Result<Option<Buffer>, Fault> {
         let (x, dtype) = (self.inputs.need("x")?, self.job.dtype.0);
@@ -180,17 +142,18 @@ impl Prepared {
             return Ok(None); // o is x
         }
         let o = output(outputs, "o", dtype, &shape)?.view_mut();
-        match self.job.operator {
+        let operator = self.job.operator;
+        match operator {
             Operator::Act { act } => act.forward_into(x, o)?,
             Operator::Softmax { dim } => Softmax::over(dim).forward_into(x, o)?,
-            Operator::Rotate { .. } => self.rotate().forward_into(x, self.angles(kept)?, o)?,
-            Operator::Cosine { extra, .. } => {
-                self.cosine(extra).forward_into(x, self.angles(kept)?, o)?;
+            Operator::Rotate { .. } => operator.rotate().forward_into(x, self.angles(saved)?, o)?,
+            Operator::Cosine { .. } => {
+                operator.cosine(&self.grid).forward_into(x, self.angles(saved)?, o)?;
             }
             Operator::Normalize { .. } => {
                 let rows = [&shape[..shape.len() - 1], &[1]].concat();
                 let mut rstd = Buffer::unfilled(DType::F32, &rows)?;
-                self.normalize().forward_into(NormalizeForward {
+                operator.normalize().forward_into(NormalizeForward {
                     weight: self.inputs.get("weight"),
                     gate: self.inputs.get("gate"),
                     residual: self.inputs.get("residual").map_or(Residual::None, Residual::Add),
@@ -203,24 +166,9 @@ impl Prepared {
         Ok(None)
     }
 
-    fn normalize(&self) -> Normalize {
-        let Operator::Normalize { gate, gate_act, eps, .. } = self.job.operator else {
-            return Normalize::default();
-        };
-        Normalize {
-            eps,
-            gate_act,
-            gate_position: match gate {
-                Some(Gate::Post) => GatePosition::Post,
-                Some(Gate::Pre) | None => GatePosition::Pre,
-            },
-            ..Normalize::default()
-        }
-    }
-
     fn backward(
         &self,
-        kept: &Kept,
+        saved: &Saved,
         outputs: &mut Vec<(&'static str, Buffer)>,
     ) -> Result<(), Fault> {
         let (x, grad) = (self.inputs.need("x")?, self.inputs.need("grad")?);
@@ -240,7 +188,7 @@ impl Prepared {
                     output(outputs, name, dtype, shape)?;
                 }
             }
-            let rstd = kept.statistics.as_ref().ok_or_else(missing)?.view();
+            let rstd = saved.statistics.as_ref().ok_or_else(missing)?.view();
             let mut call = NormalizeBackward {
                 weight: self.inputs.get("weight"),
                 gate: self.inputs.get("gate"),
@@ -255,34 +203,35 @@ impl Prepared {
                     _ => call.dweight = view,
                 }
             }
-            return Ok(self.normalize().backward_into(call)?);
+            return Ok(self.job.operator.normalize().backward_into(call)?);
         }
         let dx = output(outputs, "dx", dtype, &shape)?.view_mut();
         // A linear encoding does not need x.
         let linear = self.job.operator.fused_act() == Some(Act::None.into());
         let point = (!linear).then_some(x);
-        match self.job.operator {
+        let operator = self.job.operator;
+        match operator {
             Operator::Act { act: Act::Sigmoid } => {
-                let o = kept.o.as_ref().ok_or_else(missing)?.view();
+                let o = saved.o.as_ref().ok_or_else(missing)?.view();
                 Act::Sigmoid.backward_from_output_into(o, grad, dx)?;
             }
             Operator::Act { act } => act.backward_into(x, grad, dx)?,
             Operator::Softmax { dim } => {
-                let o = kept.o.as_ref().ok_or_else(missing)?.view();
+                let o = saved.o.as_ref().ok_or_else(missing)?.view();
                 Softmax::over(dim).backward_into(o, grad, dx)?;
             }
-            Operator::Rotate { .. } => self.rotate().backward_into(RotateBackward {
+            Operator::Rotate { .. } => operator.rotate().backward_into(RotateBackward {
                 x: point,
                 grad,
-                angles: self.angles(kept)?,
+                angles: self.angles(saved)?,
                 dx: Some(dx),
                 dtheta: None,
             })?,
-            Operator::Cosine { extra, .. } => {
-                self.cosine(extra).backward_into(CosineBackward {
+            Operator::Cosine { .. } => {
+                operator.cosine(&self.grid).backward_into(CosineBackward {
                     x: point,
                     grad,
-                    angles: self.angles(kept)?,
+                    angles: self.angles(saved)?,
                     dx: Some(dx),
                     dtheta: None,
                 })?;

@@ -22,10 +22,6 @@ impl Peer for FuselaneGpu {
         "fuselane_gpu"
     }
 
-    fn command(&self, start: Start) -> Result<Command, String> {
-        own_worker(self.name(), start)
-    }
-
     fn can_map(&self) -> bool {
         false
     }

@@ -50,20 +50,13 @@ fn available(python: &Path) -> Result<(), String> {
 
 #[cfg(all(test, unix))]
 mod tests {
-    use std::fs;
-    use std::os::unix::fs::PermissionsExt;
-
     use super::*;
+    use crate::setup_peers::tests::script;
 
     #[test]
     fn a_missing_package_is_one_line_that_says_how_to_get_it() {
         let folder = tempfile::tempdir().unwrap();
-        let script = |name: &str, text: &str| {
-            let path = folder.path().join(name);
-            fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
-            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-            path
-        };
+        let script = |name: &str, text: &str| script(folder.path(), name, text);
         available(&script("with", "exit 0")).unwrap();
         let without = script("without", "echo 'Traceback:\nModuleNotFoundError: no' >&2; exit 1");
         let why = available(&without).unwrap_err();

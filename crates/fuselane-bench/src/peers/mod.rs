@@ -18,8 +18,11 @@ mod unfused;
 
 use std::process::Command;
 
+use ::fuselane::{Act, Buffer};
+
 use crate::case::Operator;
-use crate::protocol::Alloc;
+use crate::protocol::{Alloc, Job, Sample};
+use crate::tensor::{self, Inputs};
 use crate::worker::{Fault, Library};
 
 /// How a worker is to be started.
@@ -34,8 +37,11 @@ pub(crate) trait Peer {
     /// As on the command line and in results.
     fn name(&self) -> &'static str;
 
-    /// The command that starts its worker. An error is one line that says how to get it.
-    fn command(&self, start: Start) -> Result<Command, String>;
+    /// The command that starts its worker, by default one of this program. An error is one line
+    /// that says how to get it.
+    fn command(&self, start: Start) -> Result<Command, String> {
+        own_worker(self.name(), start)
+    }
 
     /// Whether it has a column in the tables of this operator.
     fn applies(&self, _operator: &Operator) -> bool {
@@ -92,6 +98,24 @@ pub(crate) fn library(name: &str) -> Result<Box<dyn Library>, Fault> {
         "unfused" => Box::new(unfused::Unfused),
         _ => return Err(Fault::Failed(format!("no provider {name:?} in this program"))),
     })
+}
+
+/// Samples of one of the outputs of a call that ran in this program's memory.
+fn sample(
+    job: &Job,
+    inputs: &Inputs,
+    outputs: &[(&'static str, Buffer)],
+    output: &str,
+    samples: &[Sample],
+) -> Result<Vec<f32>, Fault> {
+    match outputs.iter().find(|(name, _)| *name == output) {
+        Some((_, buffer)) => tensor::sample(buffer, samples),
+        // The identity gives back what it was given.
+        None if job.operator == (Operator::Act { act: Act::None }) => {
+            inputs.sample(if output == "o" { "x" } else { "grad" }, samples)
+        }
+        None => Err(Fault::Failed(format!("there is no output {output}"))),
+    }
 }
 
 /// A worker of this program.

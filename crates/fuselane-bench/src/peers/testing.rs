@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use std::fs;
 
 use fuselane::reference::{self, Random, ulp};
-use fuselane::{Cosine, DType, Element, GatePosition, Normalize, Positions, Rotate, Softmax};
+use fuselane::{DType, Element, Softmax};
 use half::{bf16, f16};
 use tempfile::TempDir;
 
-use crate::case::{self, Case, Dtype, Gate, Mode, Operator};
+use crate::case::{self, Case, Dtype, Mode, Operator};
 use crate::protocol::{Alloc, Input, Job, Sample};
 use crate::worker::{Fault, Library};
 
@@ -210,12 +210,8 @@ fn truth(
                 Mode::Bwd => reference::softmax::backward_from_input(&options, x, grad, dims),
             })
         }
-        Operator::Normalize { gate, gate_act, eps, .. } => {
-            let gate_position = match gate {
-                Some(Gate::Post) => GatePosition::Post,
-                _ => GatePosition::Pre,
-            };
-            let options = Normalize { eps, gate_act, gate_position, ..Normalize::default() };
+        Operator::Normalize { .. } => {
+            let options = case.operator.normalize();
             let input = reference::normalize::Input {
                 x,
                 residual: get("residual"),
@@ -235,8 +231,7 @@ fn truth(
             outputs
         }
         Operator::Rotate { .. } => {
-            let act = case.operator.fused_act().unwrap_or_default();
-            let options = Rotate { act, ..Rotate::default() };
+            let options = case.operator.rotate();
             let [b, n, h, d] = [shape[0], shape[1], shape[2], shape[3]];
             let input = angle_input(x, [b, n, h, d], values, dtype);
             one(match mode {
@@ -244,11 +239,9 @@ fn truth(
                 Mode::Bwd => reference::rotate::backward(&options, &input, grad).dx,
             })
         }
-        Operator::Cosine { axes, extra, .. } => {
-            let act = case.operator.fused_act().unwrap_or_default();
-            let grid = vec![n; axes as usize];
-            let positions = Positions::Grid(&grid);
-            let options = Cosine { act, positions, extra_tokens: extra, ..Cosine::default() };
+        Operator::Cosine { .. } => {
+            let grid = case.operator.grid(n);
+            let options = case.operator.cosine(&grid);
             let [b, h, tokens, d] = [shape[0], shape[1], shape[2], shape[3]];
             // The reference has tokens before heads.
             let x = swapped(x, [b, h, tokens]);

@@ -25,7 +25,6 @@
 //! ```
 
 use std::collections::BTreeMap;
-use std::process::Command;
 
 use fuselane::{Act, Buffer, DType, FusedAct, View};
 
@@ -34,10 +33,10 @@ use super::primitives::{
     sigmoid_backward, sub, sum_along, sum_last, sum_of_squares_last,
 };
 use super::tables::Tables;
-use super::{Peer, Start, own_worker};
+use super::{Peer, sample};
 use crate::case::{Gate, Mode, Operator};
 use crate::protocol::{Job, Sample};
-use crate::tensor::{self, Inputs};
+use crate::tensor::Inputs;
 use crate::worker::{Call, Fault, Library, Loaded};
 
 pub(crate) struct Unfused;
@@ -47,23 +46,12 @@ impl Peer for Unfused {
         "unfused"
     }
 
-    fn command(&self, start: Start) -> Result<Command, String> {
-        own_worker(self.name(), start)
-    }
-
     fn memory_factor(&self) -> f64 {
         6.0
     }
 }
 
 impl Library for Unfused {
-    fn versions(&self) -> BTreeMap<String, String> {
-        BTreeMap::from([
-            ("fuselane".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
-            ("isa".to_owned(), fuselane::isa().name().to_owned()),
-        ])
-    }
-
     fn load(&self, job: &Job) -> Result<Box<dyn Loaded>, Fault> {
         Ok(Box::new(Prepared { job: job.clone(), inputs: Inputs::read(job)? }))
     }
@@ -84,34 +72,34 @@ impl Loaded for Prepared {
         if self.job.mode == Mode::Bwd {
             tape = Tape(Some(BTreeMap::new()));
             if let Some(o) = self.forward(&mut tape)? {
-                tape.keep("o", o);
+                tape.save("o", o);
             }
         }
         Ok(Box::new(Chain { of: self, tape, outputs: Vec::new() }))
     }
 }
 
-/// What a forward keeps for its backward; nothing if there is to be none.
+/// What a forward saves for its backward; nothing if there is to be none.
 struct Tape(Option<BTreeMap<&'static str, Buffer>>);
 
 impl Tape {
-    fn keep(&mut self, name: &'static str, tensor: Buffer) {
-        if let Some(kept) = &mut self.0 {
-            kept.insert(name, tensor);
+    fn save(&mut self, name: &'static str, tensor: Buffer) {
+        if let Some(saved) = &mut self.0 {
+            saved.insert(name, tensor);
         }
     }
 
-    fn keep_encoding(&mut self, tables: Tables, activated: Option<Buffer>) {
-        self.keep("cos", tables.cos);
-        self.keep("sin", tables.sin);
+    fn save_encoding(&mut self, tables: Tables, activated: Option<Buffer>) {
+        self.save("cos", tables.cos);
+        self.save("sin", tables.sin);
         if let Some(activated) = activated {
-            self.keep("activated", activated);
+            self.save("activated", activated);
         }
     }
 
-    fn kept(&self, name: &str) -> Result<&Buffer, Fault> {
-        let kept = self.0.as_ref().and_then(|kept| kept.get(name));
-        kept.ok_or_else(|| Fault::Failed(format!("the forward did not keep {name}")))
+    fn saved(&self, name: &str) -> Result<&Buffer, Fault> {
+        let saved = self.0.as_ref().and_then(|saved| saved.get(name));
+        saved.ok_or_else(|| Fault::Failed(format!("the forward did not save {name}")))
     }
 }
 
@@ -137,15 +125,7 @@ impl Call for Chain<'_> {
     }
 
     fn sample(&self, output: &str, samples: &[Sample]) -> Result<Vec<f32>, Fault> {
-        match self.outputs.iter().find(|(name, _)| *name == output) {
-            Some((_, buffer)) => tensor::sample(buffer, samples),
-            // The identity gives back what it was given.
-            None if self.of.job.operator == (Operator::Act { act: Act::None }) => {
-                let name = if output == "o" { "x" } else { "grad" };
-                self.of.inputs.sample(name, samples)
-            }
-            None => Err(Fault::Failed(format!("there is no output {output}"))),
-        }
+        sample(&self.of.job, &self.of.inputs, &self.outputs, output, samples)
     }
 }
 
@@ -179,7 +159,7 @@ impl Prepared {
             Operator::Act { act } => activate_backward(act, x, grad, tape)?,
             Operator::Softmax { dim } => {
                 let around = self.around(dim == -1)?;
-                Some(softmax_backward(tape.kept("o")?.view(), grad, around)?)
+                Some(softmax_backward(tape.saved("o")?.view(), grad, around)?)
             }
             Operator::Normalize { .. } => return self.normalize_backward(x, grad, tape),
             Operator::Rotate { .. } => Some(self.rotate_backward(x, grad, tape)?),
@@ -220,7 +200,7 @@ impl Prepared {
             FusedAct::Elementwise(act) => activate_backward(act, x, grad.view(), tape),
             act => {
                 let around = self.around(act == FusedAct::SoftmaxFeatures)?;
-                softmax_backward(tape.kept("activated")?.view(), grad.view(), around).map(Some)
+                softmax_backward(tape.saved("activated")?.view(), grad.view(), around).map(Some)
             }
         }
     }
@@ -233,12 +213,12 @@ impl Prepared {
             None => x,
         };
         let o = turned(y, &tables.cos, &tables.sin, false)?;
-        tape.keep_encoding(tables, activated);
+        tape.save_encoding(tables, activated);
         cast(like(&x), &o)
     }
 
     fn rotate_backward(&self, x: View<'_>, grad: View<'_>, tape: &Tape) -> Result<Buffer, Fault> {
-        let dy = turned(grad, tape.kept("cos")?, tape.kept("sin")?, true)?;
+        let dy = turned(grad, tape.saved("cos")?, tape.saved("sin")?, true)?;
         let dy = cast(like(&x), &dy)?;
         Ok(self.act_backward(x, &dy, tape)?.unwrap_or(dy))
     }
@@ -254,7 +234,7 @@ impl Prepared {
             &mul(wide(x.shape()), y, Operand::rows(tables.cos.view(), 1))?,
             &mul(wide(x.shape()), y, Operand::rows(tables.sin.view(), 1))?,
         )?;
-        tape.keep_encoding(tables, activated);
+        tape.save_encoding(tables, activated);
         let mut shape = x.shape().to_vec();
         if let Some(last) = shape.last_mut() {
             *last *= 2;
@@ -263,7 +243,7 @@ impl Prepared {
     }
 
     fn cosine_backward(&self, x: View<'_>, grad: View<'_>, tape: &Tape) -> Result<Buffer, Fault> {
-        let (cos, sin) = (tape.kept("cos")?.view(), tape.kept("sin")?.view());
+        let (cos, sin) = (tape.saved("cos")?.view(), tape.saved("sin")?.view());
         let dy = add(
             wide(x.shape()),
             &mul(wide(x.shape()), Operand::part(grad, 0, 2), Operand::rows(cos, 1))?,
@@ -302,16 +282,16 @@ impl Prepared {
         drop(r);
         if let Some(weight) = self.inputs.get("weight") {
             let o1 = mul(like, &o, Operand::rows(weight, 1))?;
-            tape.keep("r", std::mem::replace(&mut o, o1));
+            tape.save("r", std::mem::replace(&mut o, o1));
         }
         if let (Some(Gate::Post), Some(a)) = (position, a) {
             let gated = mul(like, &o, a)?;
-            tape.keep("o1", std::mem::replace(&mut o, gated));
+            tape.save("o1", std::mem::replace(&mut o, gated));
         }
-        tape.keep("rstd", rstd);
+        tape.save("rstd", rstd);
         for (name, tensor) in [("s", summed), ("a", opened), ("p", gated)] {
             if let Some(tensor) = tensor {
-                tape.keep(name, tensor);
+                tape.save(name, tensor);
             }
         }
         Ok(o)
@@ -330,11 +310,11 @@ impl Prepared {
         let like = Like { dtype: x.dtype(), shape: &shape };
         let d = shape.last().copied().unwrap_or(1);
         let rows = x.len() / d.max(1);
-        let s = tape.kept("s").map_or(x, Buffer::view);
-        let p = tape.kept("p").map_or(s, Buffer::view);
+        let s = tape.saved("s").map_or(x, Buffer::view);
+        let p = tape.saved("p").map_or(s, Buffer::view);
         let gate = self.inputs.get("gate");
-        let a = tape.kept("a").ok().map(Buffer::view).or(gate);
-        let rstd = tape.kept("rstd")?;
+        let a = tape.saved("a").ok().map(Buffer::view).or(gate);
+        let rstd = tape.saved("rstd")?;
         let mut outputs = Vec::new();
         // The gradient of what the gate was multiplied with becomes that of the gate.
         let gate_backward = |outputs: &mut Outputs, da: Buffer| -> Result<(), Fault> {
@@ -347,12 +327,12 @@ impl Prepared {
 
         let mut g: Option<Buffer> = None;
         if let (Some(Gate::Post), Some(a)) = (position, a) {
-            gate_backward(&mut outputs, mul(like, grad, tape.kept("o1")?)?)?;
+            gate_backward(&mut outputs, mul(like, grad, tape.saved("o1")?)?)?;
             g = Some(mul(like, grad, a)?);
         }
         if let Some(weight) = self.inputs.get("weight") {
             let do1 = g.as_ref().map_or(grad, Buffer::view);
-            let sum = sum_along(mul(like, do1, tape.kept("r")?)?.view(), [1, rows, d])?;
+            let sum = sum_along(mul(like, do1, tape.saved("r")?)?.view(), [1, rows, d])?;
             outputs.push(("dweight", cast(Like { shape: &[d], ..like }, &sum)?));
             g = Some(mul(like, do1, Operand::rows(weight, 1))?);
         }
@@ -400,7 +380,7 @@ fn activate(act: Act, x: View<'_>, tape: &mut Tape) -> Result<Option<Buffer>, Fa
         Act::Silu => {
             let s = Act::Sigmoid.forward(x)?;
             let o = mul(like(&x), x, &s)?;
-            tape.keep("sigmoid", s);
+            tape.save("sigmoid", s);
             Ok(Some(o))
         }
         act => Ok(Some(act.forward(x)?)),
@@ -417,7 +397,7 @@ fn activate_backward(
     match act {
         Act::None => Ok(None),
         Act::Silu => {
-            let s = tape.kept("sigmoid")?;
+            let s = tape.saved("sigmoid")?;
             let through = sigmoid_backward(like(&x), &mul(like(&x), grad, x)?, s)?;
             Ok(Some(add(like(&x), &mul(like(&x), grad, s)?, &through)?))
         }

@@ -179,7 +179,7 @@ pub(crate) fn draw(
             .axis_style(AXIS)
             .label_style(letters(LETTER, TEXT))
             .x_desc("n")
-            .y_desc(table.unit.clone())
+            .y_desc(table.unit())
             .axis_desc_style(letters(LETTER, TEXT))
             .x_label_formatter(&|n| format!("{n:.0}"))
             .y_label_formatter(&|value| tick_label(*value))
@@ -269,7 +269,7 @@ pub(crate) fn description(table: &Table) -> String {
         .iter()
         .filter_map(|provider| {
             let value = last.cell(provider).right()?;
-            Some(format!("{provider} {} {}", digits(value), table.unit))
+            Some(format!("{provider} {} {}", digits(value), table.unit()))
         })
         .collect();
     let what = match table.metric {

@@ -1,6 +1,6 @@
 //! Two runs, row by row.
 
-use super::data::{COPY, Cell, RunData, is_ours, median, ratio};
+use super::data::{COPY, Cell, RunData, digits, is_ours, median, or_dash, ratio, times};
 
 /// A change from here on is worth a mark: below it, machines differ from one hour to the next.
 const WORTH_A_MARK: f64 = 1.05;
@@ -39,7 +39,7 @@ pub(crate) struct Change {
     pub(crate) table: String,
     pub(crate) n: usize,
     pub(crate) provider: String,
-    pub(crate) unit: String,
+    pub(crate) unit: &'static str,
     pub(crate) old: Option<f64>,
     pub(crate) new: Option<f64>,
     /// Old over new: below 1 it became slower (or larger).
@@ -48,6 +48,15 @@ pub(crate) struct Change {
     /// itself was faster or slower.
     pub(crate) others: Option<f64>,
     pub(crate) verdict: Verdict,
+}
+
+impl Change {
+    /// Both values, their ratio and that of the others, as tables show them.
+    pub(crate) fn cells(&self) -> [String; 4] {
+        let value = |value: f64| format!("{} {}", digits(value), self.unit);
+        let (old, new) = (self.old.map(value), self.new.map(value));
+        [old, new, self.ratio.map(times), self.others.map(times)].map(or_dash)
+    }
 }
 
 /// The last run against the first.
@@ -104,7 +113,7 @@ pub(crate) fn compare(old: &RunData, new: &RunData) -> Comparison {
                 table: table.id(),
                 n: row.n,
                 provider: provider.clone(),
-                unit: table.unit.clone(),
+                unit: table.unit(),
                 old: was.right(),
                 new: is.right(),
                 ratio,

@@ -43,15 +43,14 @@ pub(crate) struct Table {
     pub(crate) name: String,
     pub(crate) family: String,
     pub(crate) title: String,
+    /// The GPU in words, for a run on one.
+    pub(crate) on: Option<String>,
     pub(crate) metric: Metric,
     pub(crate) mode: Mode,
     pub(crate) dtype: String,
     pub(crate) alloc: Alloc,
     /// The run has this table in the other allocator regime too.
     pub(crate) both_regimes: bool,
-    pub(crate) unit: String,
-    /// The GPU in words, for a run on one.
-    pub(crate) on: Option<String>,
     /// Ours first; without the copy limit.
     pub(crate) providers: Vec<String>,
     /// By n.
@@ -103,6 +102,11 @@ pub(crate) fn is_ours(provider: &str) -> bool {
 /// A cell without a value, in a word: outputs that were compared and are wrong are not timed.
 pub(crate) fn failure(record: &Record) -> &'static str {
     if record.error.is_some() { "wrong" } else { "failed" }
+}
+
+/// What a table shows where there may be nothing.
+pub(crate) fn or_dash(text: Option<String>) -> String {
+    text.unwrap_or_else(|| "–".to_owned())
 }
 
 /// How many times as good `ours` is as `peer`, where less is better. Two zeros are equal.
@@ -202,6 +206,11 @@ impl Table {
             id.push_str(self.alloc.name());
         }
         id
+    }
+
+    /// The unit of its values.
+    pub(crate) fn unit(&self) -> &'static str {
+        self.metric.unit()
     }
 
     pub(crate) fn has(&self, provider: &str) -> bool {
@@ -400,7 +409,6 @@ fn table(records: Vec<Record>) -> Table {
         dtype: first.dtype,
         alloc: first.alloc,
         both_regimes: false,
-        unit: first.unit,
         on: None,
     }
 }

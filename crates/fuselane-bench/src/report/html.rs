@@ -10,7 +10,7 @@ use super::chart;
 use super::colour::{self, AXIS, BACKGROUND, GRID, LIMIT, TEXT};
 use super::compare::{Comparison, Verdict};
 use super::data::{
-    COPY, Cell, MATCH, Row, RunData, Table, digits, failure, is_ours, percent, times,
+    COPY, Cell, MATCH, Row, RunData, Table, digits, failure, is_ours, or_dash, percent, times,
 };
 use super::facts;
 use super::markdown;
@@ -35,10 +35,6 @@ pub(crate) fn escape(text: &str) -> String {
         }
     }
     escaped
-}
-
-fn or_dash(text: Option<String>) -> String {
-    text.unwrap_or_else(|| "–".to_owned())
 }
 
 /// The page of a run, with the changes since an older one.
@@ -219,19 +215,14 @@ fn changes(html: &mut String, old: &RunData, new: &RunData, comparison: &Compari
         comparison.changes.len()
     );
     for change in &comparison.changes {
-        let value = |value: Option<f64>| {
-            or_dash(value.map(|value| format!("{} {}", digits(value), escape(&change.unit))))
-        };
+        let [old, new, ratio, others] = change.cells();
         let _ = writeln!(
             html,
             "<tr class=\"{verdict}\"><th scope=\"row\"><a href=\"#{table}\">{table}</a></th>\
-             <td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{verdict}</td></tr>",
+             <td>{}</td><td>{}</td><td>{old}</td><td>{new}</td><td>{ratio}</td><td>{others}</td>\
+             <td>{verdict}</td></tr>",
             change.n,
             escape(&change.provider),
-            value(change.old),
-            value(change.new),
-            or_dash(change.ratio.map(times)),
-            or_dash(change.others.map(times)),
             verdict = change.verdict.name(),
             table = escape(&change.table),
         );
@@ -484,9 +475,9 @@ fn card(
                 .iter()
                 .zip(&line.values)
                 .map(|(row, value)| match (value, row.cell(&line.key)) {
-                    (Some(value), _) => format!("{} {}", digits(*value), table.unit),
+                    (Some(value), _) => format!("{} {}", digits(*value), table.unit()),
                     (None, Cell::Wrong(_, value)) => {
-                        format!("{} {}, wrong", digits(value), table.unit)
+                        format!("{} {}, wrong", digits(value), table.unit())
                     }
                     (None, Cell::Failed(record)) => failure(record).to_owned(),
                     (None, _) => "–".to_owned(),
@@ -508,7 +499,7 @@ fn card(
 fn one_table(html: &mut String, table: &Table, key: &dyn Fn(&str) -> String) {
     let speed = table.metric == Metric::Speed;
     let (copy, least) = (table.has(COPY), table.rows.iter().any(|row| row.least().is_some()));
-    let unit = escape(&table.unit);
+    let unit = table.unit();
     let _ = write!(
         html,
         "<div class=\"wide\" tabindex=\"0\" role=\"region\" aria-label=\"Table, {0}\">\

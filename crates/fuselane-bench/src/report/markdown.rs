@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use super::compare::Comparison;
-use super::data::{COPY, Cell, RunData, Summary, Table, digits, failure, percent, times};
+use super::data::{COPY, Cell, RunData, Summary, Table, digits, failure, or_dash, percent, times};
 use super::facts;
 use crate::case::{Metric, Mode};
 use crate::record::Run;
@@ -24,10 +24,6 @@ fn escape(text: &str) -> String {
         }
     }
     escaped
-}
-
-fn or_dash(text: Option<String>) -> String {
-    text.unwrap_or_else(|| "–".to_owned())
 }
 
 fn heading(text: &mut String, columns: &[String]) {
@@ -58,12 +54,13 @@ fn one_table(text: &mut String, table: &Table) {
     let speed = table.metric == Metric::Speed;
     let (copy, least) = (table.has(COPY), table.rows.iter().any(|row| row.least().is_some()));
     let mut columns = vec!["n".to_owned()];
-    columns.extend(table.providers.iter().map(|name| format!("{} ({})", escape(name), table.unit)));
+    columns
+        .extend(table.providers.iter().map(|name| format!("{} ({})", escape(name), table.unit())));
     if copy {
-        columns.push(format!("copy limit ({})", table.unit));
+        columns.push(format!("copy limit ({})", table.unit()));
     }
     if least {
-        columns.push(format!("least possible ({})", table.unit));
+        columns.push(format!("least possible ({})", table.unit()));
     }
     columns.push("best peer / ours".to_owned());
     if speed {
@@ -244,20 +241,14 @@ pub(crate) fn comparison(old: &RunData, new: &RunData, comparison: &Comparison) 
     let columns = ["table", "n", "provider", "old", "new", "old / new", "others", "verdict"];
     let _ = writeln!(text, "| {} |\n|---|---:|---|---:|---:|---:|---:|---|", columns.join(" | "));
     for change in &comparison.changes {
-        let value = |value: Option<f64>| {
-            or_dash(value.map(|value| format!("{} {}", digits(value), change.unit)))
-        };
+        let [old, new, ratio, others] = change.cells();
         let verdict = change.verdict.name();
         let _ = writeln!(
             text,
-            "| {} | {} | {} | {} | {} | {} | {} | {} |",
+            "| {} | {} | {} | {old} | {new} | {ratio} | {others} | {} |",
             escape(&change.table),
             change.n,
             escape(&change.provider),
-            value(change.old),
-            value(change.new),
-            or_dash(change.ratio.map(times)),
-            or_dash(change.others.map(times)),
             if change.verdict.is_regression() { format!("**{verdict}**") } else { verdict.into() },
         );
     }

@@ -40,29 +40,10 @@ fn facts() -> Run {
 fn record(provider: &str, n: usize, value: f64) -> Record {
     Record {
         table: RELU.to_owned(),
-        family: "act".to_owned(),
-        title: "relu".to_owned(),
-        operator: "act".to_owned(),
-        metric: Metric::Speed,
-        mode: Mode::Fwd,
         n,
-        dtype: "bf16".to_owned(),
         provider: provider.to_owned(),
-        alloc: Alloc::Warm,
-        device: None,
         value: Some(value),
-        p20: None,
-        p80: None,
-        unit: "ms".to_owned(),
-        bytes: Some(1000),
-        least_bytes: None,
-        of_copy_limit: None,
-        of_roofline: None,
-        error: Some(0.1),
-        ok: true,
-        note: String::new(),
-        calls: 10,
-        again: false,
+        ..crate::record::tests::some()
     }
 }
 

@@ -122,12 +122,8 @@ fn check(operator: &str, name: &str, tensor: &Raw) -> Result<DType, Fault> {
 }
 
 /// To read, if it is there.
-fn view<'a>(
-    operator: &str,
-    name: &str,
-    tensor: &'a Option<Raw>,
-) -> Result<Option<View<'a>>, Fault> {
-    tensor.as_ref().map(|tensor| tensor.view(operator, name)).transpose()
+fn view<'a>(operator: &str, name: &str, x: &'a Option<Raw>) -> Result<Option<View<'a>>, Fault> {
+    x.as_ref().map(|x| x.view(operator, name)).transpose()
 }
 
 /// To write, if it was asked for.

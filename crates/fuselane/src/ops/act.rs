@@ -22,11 +22,13 @@ use std::str::FromStr;
 
 use super::contiguous_last;
 use crate::error::{Error, Result};
+use crate::exec::operands::{Named, Operands};
+use crate::exec::rows::Rows;
+use crate::kernels::act::{Backward, BackwardFromOutput, Forward, InPlace};
 use crate::pool::Buffer;
-use crate::rows::{Named, Operands, Part, Rows};
-use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory, SHORT_LIMIT};
+use crate::simd::dispatch;
 use crate::view::{View, ViewMut};
-use crate::{Element, Real, isa};
+use crate::{DType, isa};
 
 /// An elementwise activation `f`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -117,10 +119,13 @@ impl Act {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn forward_into(self, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
+        if x.dtype() == DType::F64 {
+            return self.forward_double(x, o);
+        }
         let rows = checked([("x", x)], ("o", o))?;
-        let (isa, stream) = (isa(), rows.stream());
-        rows.for_each_part(1, |part| {
-            simd::run(isa, rows.dtype(), Forward { act: self, part, stream });
+        let (isa, non_temporal) = (isa(), rows.non_temporal());
+        rows.for_each_task(1, |task| {
+            dispatch(isa, rows.dtype(), Forward { act: self, rows: task, non_temporal });
         });
         Ok(())
     }
@@ -172,9 +177,14 @@ impl Act {
         if self == Self::None {
             return Ok(());
         }
+        if x.dtype() == DType::F64 {
+            return self.forward_double_in_place(x);
+        }
         let rows = checked_in_place(x)?;
         let isa = isa();
-        rows.for_each_part(1, |part| simd::run(isa, rows.dtype(), InPlace { act: self, part }));
+        rows.for_each_task(1, |task| {
+            dispatch(isa, rows.dtype(), InPlace { act: self, rows: task })
+        });
         Ok(())
     }
 
@@ -197,10 +207,13 @@ impl Act {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(self, x: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+        if x.dtype() == DType::F64 {
+            return self.backward_double(x, grad, dx);
+        }
         let rows = checked([("x", x), ("grad", grad)], ("dx", dx))?;
-        let (isa, stream) = (isa(), rows.stream());
-        rows.for_each_part(1, |part| {
-            simd::run(isa, rows.dtype(), Backward::<false> { act: self, part, stream });
+        let (isa, non_temporal) = (isa(), rows.non_temporal());
+        rows.for_each_task(1, |task| {
+            dispatch(isa, rows.dtype(), Backward { act: self, rows: task, non_temporal });
         });
         Ok(())
     }
@@ -241,10 +254,13 @@ impl Act {
         grad: View<'_>,
         dx: ViewMut<'_>,
     ) -> Result<()> {
+        if o.dtype() == DType::F64 {
+            return self.backward_double_from_output(o, grad, dx);
+        }
         let rows = self.checked_from_output(o, grad, dx)?;
-        let (isa, stream) = (isa(), rows.stream());
-        rows.for_each_part(1, |part| {
-            simd::run(isa, rows.dtype(), Backward::<true> { act: self, part, stream });
+        let (isa, non_temporal) = (isa(), rows.non_temporal());
+        rows.for_each_task(1, |task| {
+            dispatch(isa, rows.dtype(), BackwardFromOutput { act: self, rows: task, non_temporal });
         });
         Ok(())
     }
@@ -278,337 +294,6 @@ impl Act {
         let mut dx = Buffer::unfilled(o.dtype(), o.shape())?;
         self.backward_from_output_into(o, grad, dx.view_mut())?;
         Ok(dx)
-    }
-
-    /// Whether f has a short form in some lanes, for which large arguments have to be looked for.
-    #[inline(always)]
-    pub(crate) fn has_short_form(self) -> bool {
-        matches!(self, Self::Sigmoid | Self::Silu)
-    }
-
-    /// Whether f takes next to no arithmetic.
-    #[inline(always)]
-    fn is_cheap(self) -> bool {
-        matches!(self, Self::None | Self::Relu | Self::ReluSquared)
-    }
-
-    /// f(x) to be stored as it is: as exact as the stored type needs. `NEAR` is as for
-    /// [`Math::exp_for_store`].
-    #[inline(always)]
-    pub(crate) fn stored_value<L: Math, const NEAR: bool>(self, x: L) -> L {
-        match self {
-            Self::Sigmoid => x.sigmoid_for_store::<NEAR>(),
-            Self::Silu => x.silu_for_store::<NEAR>(),
-            _ => self.value(x),
-        }
-    }
-
-    /// [`Act::stored_value`] and f'(x), sharing what they have in common.
-    #[inline(always)]
-    pub(crate) fn stored_value_and_slope<L: Math, const NEAR: bool>(self, x: L) -> (L, L) {
-        match self {
-            Self::Sigmoid => x.sigmoid_and_slope_for_store::<NEAR>(),
-            Self::Silu => x.silu_and_slope_for_store::<NEAR>(),
-            _ => self.value_and_slope(x),
-        }
-    }
-
-    /// grad * f'(x) to be stored as it is.
-    #[inline(always)]
-    fn stored_pull_back<L: Math, const NEAR: bool>(self, x: L, grad: L) -> L {
-        match self {
-            Self::Sigmoid => grad.mul(x.sigmoid_and_slope_for_store::<NEAR>().1),
-            Self::Silu => grad.mul(x.silu_and_slope_for_store::<NEAR>().1),
-            _ => self.pull_back(x, grad),
-        }
-    }
-
-    /// A result as it is stored. Those of relu are exact, all others approximate but for the ends.
-    #[inline(always)]
-    fn packed<L, T>(self, value: L) -> <L as Memory<T>>::Packed
-    where
-        T: Element,
-        L: Lanes<Real = T::Real> + Memory<T>,
-    {
-        match self {
-            Self::None | Self::Relu => value.pack_exact(),
-            _ => value.nearest().pack_exact(),
-        }
-    }
-
-    /// f(x).
-    #[inline(always)]
-    pub(crate) fn value<L: Math>(self, x: L) -> L {
-        match self {
-            Self::None => x,
-            Self::Relu => L::splat(Real::of(0.0)).max(x),
-            Self::Sigmoid => x.sigmoid(),
-            Self::Silu => x.silu(),
-            Self::Tanh => x.tanh(),
-            Self::Gelu => x.gelu(),
-            Self::GeluTanh => x.gelu_tanh(),
-            Self::Softplus => x.softplus(),
-            Self::ReluSquared => {
-                let positive = L::splat(Real::of(0.0)).max(x);
-                positive.mul(positive)
-            }
-        }
-    }
-
-    /// grad * f'(x), from o = f(x).
-    #[inline(always)]
-    fn pull_back_from_output<L: Math>(self, o: L, grad: L) -> L {
-        match self {
-            Self::Relu => self.pull_back(o, grad),
-            Self::Sigmoid => grad.mul(o.neg_mul_add(o, o)),
-            Self::Tanh => grad.mul(o.neg_mul_add(o, L::splat(Real::of(1.0)))),
-            _ => grad,
-        }
-    }
-
-    /// f(x), within a rounding of [`Act::value`], and f'(x), sharing what they have in common.
-    #[inline(always)]
-    pub(crate) fn value_and_slope<L: Math>(self, x: L) -> (L, L) {
-        match self {
-            Self::Sigmoid => x.sigmoid_and_slope(),
-            Self::Silu => x.silu_and_slope(),
-            Self::Tanh => x.tanh_and_slope(),
-            Self::Gelu => x.gelu_and_slope(),
-            Self::GeluTanh => x.gelu_tanh_and_slope(),
-            Self::None | Self::Relu | Self::Softplus | Self::ReluSquared => {
-                (self.value(x), self.slope(x))
-            }
-        }
-    }
-
-    /// f'(x).
-    #[inline(always)]
-    fn slope<L: Math>(self, x: L) -> L {
-        let (zero, one) = (L::splat(Real::of(0.0)), L::splat(Real::of(1.0)));
-        match self {
-            Self::None => one,
-            Self::Relu => L::select(x.le(zero), zero, one),
-            Self::Sigmoid => x.sigmoid_and_slope().1,
-            Self::Silu => x.silu_and_slope().1,
-            Self::Tanh => x.tanh_and_slope().1,
-            Self::Gelu => x.gelu_and_slope().1,
-            Self::GeluTanh => x.gelu_tanh_and_slope().1,
-            Self::Softplus => x.sigmoid(),
-            Self::ReluSquared => {
-                let positive = zero.max(x);
-                positive.add(positive)
-            }
-        }
-    }
-
-    /// grad * f'(x), where relu and its square cut `grad` off whatever it is.
-    #[inline(always)]
-    pub(crate) fn pull_back<L: Math>(self, x: L, grad: L) -> L {
-        match self {
-            Self::None => grad,
-            Self::Relu => {
-                let zero = L::splat(Real::of(0.0));
-                L::select(x.le(zero), zero, grad)
-            }
-            Self::ReluSquared => {
-                // The product is doubled last: twice x or twice the gradient may overflow where
-                // the result does not.
-                let (zero, half) = (L::splat(Real::of(0.0)), grad.mul(x));
-                L::select(x.le(zero), zero, half.add(half))
-            }
-            _ => grad.mul(self.slope(x)),
-        }
-    }
-}
-
-/// Runs `$body` once for each activation with `$act` a constant, so that the choice is made
-/// outside the loops of `$body`.
-macro_rules! specialized {
-    ($act:ident => $body:expr) => {
-        match $act {
-            Act::None => {
-                let $act = Act::None;
-                $body
-            }
-            Act::Relu => {
-                let $act = Act::Relu;
-                $body
-            }
-            Act::Sigmoid => {
-                let $act = Act::Sigmoid;
-                $body
-            }
-            Act::Silu => {
-                let $act = Act::Silu;
-                $body
-            }
-            Act::Tanh => {
-                let $act = Act::Tanh;
-                $body
-            }
-            Act::Gelu => {
-                let $act = Act::Gelu;
-                $body
-            }
-            Act::GeluTanh => {
-                let $act = Act::GeluTanh;
-                $body
-            }
-            Act::Softplus => {
-                let $act = Act::Softplus;
-                $body
-            }
-            Act::ReluSquared => {
-                let $act = Act::ReluSquared;
-                $body
-            }
-        }
-    };
-}
-pub(crate) use specialized;
-
-/// Blocks that are written together.
-const BLOCKS: usize = 4;
-
-/// Elements of a loop's step, in arrays of known length: so that no step has a bound to check. A
-/// multiple of every [`Lanes::N`] times [`BLOCKS`].
-const STEP: usize = BLOCKS * MAX_LANES;
-
-/// How far ahead memory is asked for, in bytes: where there is little arithmetic, into the second-level
-/// cache; elsewhere, less far, into the first. (Emerald Rapids, ns for 16 elements from memory, so and so:
-/// relu 2.8 and 2.9, silu 3.5 and 3.3, backward 5.4 and 5.1. On a Zen 4, both are the same.)
-const FAR_AHEAD: usize = 8 << 10;
-const AHEAD: usize = 4 << 10;
-
-/// Asks for what follows a step, `far` ahead or not so far.
-#[inline(always)]
-fn prefetch_ahead<L: Lanes, T>(step: &[T; STEP], far: bool) {
-    let ahead = step.as_ptr().cast::<u8>().wrapping_add(if far { FAR_AHEAD } else { AHEAD });
-    for line in (0..STEP * size_of::<T>()).step_by(64) {
-        let line = ahead.wrapping_add(line);
-        if far { L::prefetch_far(line) } else { L::prefetch(line) }
-    }
-}
-
-struct Forward<'r> {
-    act: Act,
-    part: Part<'r, 1, 1>,
-    stream: bool,
-}
-
-impl Kernel for Forward<'_> {
-    #[inline(always)]
-    fn run<L, T>(mut self)
-    where
-        T: Element,
-        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
-    {
-        let (act, stream, zero) = (self.act, self.stream, Real::of(0.0));
-        specialized!(act => while let Some(row) = self.part.next::<T>() {
-            let ([x], [o]) = (row.inputs, row.outputs);
-            let mut noted = L::splat(zero);
-            let (xs, os) = (x.as_chunks::<STEP>().0, o.as_chunks_mut::<STEP>().0);
-            for (xs, os) in xs.iter().zip(os) {
-                prefetch_ahead::<L, T>(xs, act.is_cheap());
-                for start in (0..STEP).step_by(BLOCKS * L::N) {
-                    let mut blocks = [<L as Memory<T>>::pack(L::splat(zero)); BLOCKS];
-                    for k in 0..BLOCKS {
-                        let i = start + k * L::N;
-                        if act.has_short_form() {
-                            noted = <L as Memory<T>>::note(xs, i, noted);
-                        }
-                        let value = act.stored_value::<L, true>(L::read_whole(xs, i));
-                        blocks[k] = act.packed::<L, T>(value);
-                    }
-                    <L as Memory<T>>::write_packed(blocks, os, start, stream);
-                }
-            }
-            let again = act.has_short_form() && <L as Memory<T>>::is_far(noted, SHORT_LIMIT);
-            let rest = if again { 0 } else { x.len() / STEP * STEP };
-            for i in (rest..x.len()).step_by(L::N) {
-                let value = act.stored_value::<L, false>(L::read(x, i, zero));
-                <L as Memory<T>>::write_end(act.packed::<L, T>(value), o, i, stream);
-            }
-        });
-    }
-}
-
-struct InPlace<'r> {
-    act: Act,
-    part: Part<'r, 0, 1>,
-}
-
-impl Kernel for InPlace<'_> {
-    #[inline(always)]
-    fn run<L, T>(mut self)
-    where
-        T: Element,
-        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
-    {
-        let (act, zero) = (self.act, Real::of(0.0));
-        specialized!(act => while let Some(row) = self.part.next::<T>() {
-            let [x] = row.outputs;
-            for i in (0..x.len()).step_by(L::N) {
-                let value = act.stored_value::<L, false>(L::read(x, i, zero));
-                <L as Memory<T>>::write_end(act.packed::<L, T>(value), x, i, false);
-            }
-        });
-    }
-}
-
-/// The gradient from x or, with `FROM_OUTPUT`, from f(x) in its place.
-struct Backward<'r, const FROM_OUTPUT: bool> {
-    act: Act,
-    part: Part<'r, 2, 1>,
-    stream: bool,
-}
-
-impl<const FROM_OUTPUT: bool> Kernel for Backward<'_, FROM_OUTPUT> {
-    #[inline(always)]
-    fn run<L, T>(mut self)
-    where
-        T: Element,
-        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
-    {
-        let (act, stream, zero) = (self.act, self.stream, Real::of(0.0));
-        specialized!(act => while let Some(row) = self.part.next::<T>() {
-            let ([x, grad], [dx]) = (row.inputs, row.outputs);
-            let short = !FROM_OUTPUT && act.has_short_form();
-            let mut noted = L::splat(zero);
-            let (xs, grads) = (x.as_chunks::<STEP>().0, grad.as_chunks::<STEP>().0);
-            let dxs = dx.as_chunks_mut::<STEP>().0;
-            for ((xs, grads), dxs) in xs.iter().zip(grads).zip(dxs) {
-                prefetch_ahead::<L, T>(xs, FROM_OUTPUT || act.is_cheap());
-                prefetch_ahead::<L, T>(grads, FROM_OUTPUT || act.is_cheap());
-                for start in (0..STEP).step_by(BLOCKS * L::N) {
-                    let mut blocks = [<L as Memory<T>>::pack(L::splat(zero)); BLOCKS];
-                    for k in 0..BLOCKS {
-                        let i = start + k * L::N;
-                        let (x, grad): (L, L) = (L::read_whole(xs, i), L::read_whole(grads, i));
-                        if short {
-                            noted = <L as Memory<T>>::note(xs, i, noted);
-                        }
-                        blocks[k] = if FROM_OUTPUT {
-                            <L as Memory<T>>::pack(act.pull_back_from_output(x, grad))
-                        } else {
-                            act.packed::<L, T>(act.stored_pull_back::<L, true>(x, grad))
-                        };
-                    }
-                    <L as Memory<T>>::write_packed(blocks, dxs, start, stream);
-                }
-            }
-            let again = short && <L as Memory<T>>::is_far(noted, SHORT_LIMIT);
-            let rest = if again { 0 } else { x.len() / STEP * STEP };
-            for i in (rest..x.len()).step_by(L::N) {
-                let (x, grad): (L, L) = (L::read(x, i, zero), L::read(grad, i, zero));
-                let block = if FROM_OUTPUT {
-                    <L as Memory<T>>::pack(act.pull_back_from_output(x, grad))
-                } else {
-                    act.packed::<L, T>(act.stored_pull_back::<L, false>(x, grad))
-                };
-                <L as Memory<T>>::write_end(block, dx, i, stream);
-            }
-        });
     }
 }
 

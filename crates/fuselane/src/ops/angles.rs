@@ -11,16 +11,14 @@
 //! every angle. Sines and cosines are computed tile by tile and used for the whole batch, or
 //! taken from an [`AngleTable`] that a caller made once.
 
-use std::marker::PhantomData;
 use std::ops::Range;
 
-use crate::dtype::{DType, Element, Real, with_real};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::exec::scratch::Scratch;
 use crate::isa;
-use crate::pool::{same_reals, same_reals_mut};
-use crate::rows::Grid;
-use crate::scratch::Scratch;
-use crate::simd::{self, Kernel, Lanes, MAX_LANES, Math, Memory, Task};
+use crate::kernels::encode::SinCos;
+use crate::simd::dispatch;
 use crate::view::{View, ViewMut};
 
 /// Where each token stands.
@@ -121,8 +119,15 @@ pub struct TableAxis {
 
 #[derive(Debug, Clone, PartialEq)]
 enum Values {
-    F32 { cos: Vec<f32>, sin: Vec<f32> },
-    F64 { cos: Vec<f64>, sin: Vec<f64> },
+    F32 {
+        cos: Vec<f32>,
+        sin: Vec<f32>,
+    },
+    /// The columns of theta in use. The reference makes sines and cosines from them anew, with the
+    /// same bits.
+    F64 {
+        theta: Vec<f64>,
+    },
 }
 
 impl Values {
@@ -130,13 +135,6 @@ impl Values {
         match self {
             Self::F32 { .. } => DType::F32,
             Self::F64 { .. } => DType::F64,
-        }
-    }
-
-    fn slices<R: Real>(&self) -> (&[R], &[R]) {
-        match self {
-            Self::F32 { cos, sin } => (same_reals(cos), same_reals(sin)),
-            Self::F64 { cos, sin } => (same_reals(cos), same_reals(sin)),
         }
     }
 }
@@ -195,14 +193,23 @@ impl AngleSplit {
         if self.theta_columns == 1 { 0 } else { angle % self.per_axis }
     }
 
+    /// The columns of theta that angles come from.
+    pub(crate) fn used_columns(&self) -> usize {
+        self.theta_columns.min(self.count)
+    }
+
+    /// Only the columns in use: theta may be a broadcast view, longer than any memory.
+    pub(crate) fn used<'t>(&self, theta: View<'t>) -> Result<View<'t>> {
+        theta.narrow(1, 0, self.used_columns())
+    }
+
     /// The frequency of each angle: `theta_heads` rows of `count`.
-    fn frequencies<R: Real>(&self, theta: View<'_>) -> Scratch<R> {
-        // Only the columns in use: theta may be a broadcast view, longer than any memory.
-        let columns = self.theta_columns.min(self.count);
-        let theta = theta.narrow(1, 0, columns).unwrap_or(theta);
-        let mut given = Scratch::<R>::new(theta.len());
+    pub(crate) fn frequencies(&self, theta: View<'_>) -> Scratch<f32> {
+        let columns = self.used_columns();
+        let theta = self.used(theta).unwrap_or(theta);
+        let mut given = Scratch::<f32>::new(theta.len());
         theta.widen(&mut given);
-        let mut spread = Scratch::<R>::zeros(self.theta_heads * self.count);
+        let mut spread = Scratch::<f32>::zeros(self.theta_heads * self.count);
         for (row, spread) in spread.chunks_mut(self.count.max(1)).take(self.theta_heads).enumerate()
         {
             let given = &given[row * columns..(row + 1) * columns];
@@ -218,20 +225,20 @@ impl AngleSplit {
     }
 
     /// Whether all of the `theta_heads` rows of [`AngleSplit::frequencies`] are the same, bit by bit.
-    fn same_rows<R: Real>(&self, frequencies: &[R]) -> bool {
+    pub(crate) fn same_rows(&self, frequencies: &[f32]) -> bool {
         let (first, others) = frequencies[..self.theta_heads * self.count].split_at(self.count);
-        let same = |(a, b): (&R, &R)| a.to_f64().to_bits() == b.to_f64().to_bits();
+        let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits();
         others.iter().zip(first.iter().cycle()).all(same)
     }
 
     /// Gathers the gradients of the angles (`theta_heads` rows of `count`) into theta's shape.
-    pub(crate) fn gather<R: Real>(&self, angles: &[R], dtheta: &mut ViewMut<'_>) {
+    pub(crate) fn gather(&self, angles: &[f32], dtheta: &mut ViewMut<'_>) {
         let len = self.theta_heads * self.theta_columns;
         let mut sums = Scratch::<f64>::zeros(len);
         for row in 0..self.theta_heads {
             for angle in 0..self.count {
                 sums[row * self.theta_columns + self.column(angle)] +=
-                    angles[row * self.count + angle].to_f64();
+                    f64::from(angles[row * self.count + angle]);
             }
         }
         dtheta.round_from(&sums[..len]);
@@ -279,38 +286,33 @@ impl AngleTable {
                     Error::new(OPERATOR, "positions", got, "a table that fits")
                 })?;
         }
-        let values = with_real!(dtype, R => {
-            let (mut cos, mut sin): (Vec<R>, Vec<R>) = (Vec::new(), Vec::new());
-            if cos.try_reserve_exact(total).is_err() || sin.try_reserve_exact(total).is_err() {
-                return Err(Error::new(
-                    OPERATOR,
-                    "positions",
-                    format!("need a table of {} bytes", 2 * total * size_of::<R>()),
-                    "memory for it",
-                ));
-            }
+        let values = if dtype == DType::F64 {
+            // What is too large for other dtypes is refused here, too. Without the black box the
+            // compiler may leave memory out that nobody uses.
+            std::hint::black_box(room::<f64>(OPERATOR, total)?);
+            Values::F64 { theta: split.used(theta)?.to_f64_vec() }
+        } else {
+            let [mut cos, mut sin] = room::<f32>(OPERATOR, total)?;
             cos.resize(total, 0.0);
             sin.resize(total, 0.0);
-            let frequencies = split.frequencies::<R>(theta);
+            let frequencies = split.frequencies(theta);
             for (axis, entry) in entries.iter().enumerate() {
                 // Without angles there may be any number of coordinates.
                 let len = if entry.width == 0 || split.theta_heads == 0 { 0 } else { entry.len };
                 for i in 0..len {
-                    let coordinate = R::of_integer(entry.start + i as i64);
+                    let coordinate = (entry.start + i as i64) as f32;
                     for head in 0..split.theta_heads {
                         let at = entry.first + (i * split.theta_heads + head) * entry.width;
                         let theta = &frequencies[head * count..][split.range(axis)];
-                        simd::run(isa(), R::DTYPE, SinCos {
-                            coordinate,
-                            theta,
-                            cos: &mut cos[at..at + entry.width],
-                            sin: &mut sin[at..at + entry.width],
-                        });
+                        let (cos, sin) =
+                            (&mut cos[at..at + entry.width], &mut sin[at..at + entry.width]);
+                        let kernel = SinCos { coordinate, theta, cos, sin };
+                        dispatch(isa(), DType::F32, kernel);
                     }
                 }
             }
-            Values::from((cos, sin))
-        });
+            Values::F32 { cos, sin }
+        };
         Ok(Self { split, axes: entries, values })
     }
 
@@ -318,13 +320,21 @@ impl AngleTable {
     pub fn bytes(&self) -> usize {
         match &self.values {
             Values::F32 { cos, .. } => cos.len() * 8,
-            Values::F64 { cos, .. } => cos.len() * 16,
+            Values::F64 { theta } => theta.len() * 8,
         }
     }
 
     /// Angles per token and head.
     pub fn count(&self) -> usize {
         self.split.count
+    }
+
+    /// The columns of theta in use, of a table for f64.
+    pub(crate) fn theta_f64(&self) -> &[f64] {
+        match &self.values {
+            Values::F32 { .. } => &[],
+            Values::F64 { theta } => theta,
+        }
     }
 
     /// How the angles spread over theta and the axes.
@@ -367,70 +377,25 @@ impl AngleTable {
     }
 }
 
-impl From<(Vec<f32>, Vec<f32>)> for Values {
-    fn from((cos, sin): (Vec<f32>, Vec<f32>)) -> Self {
-        Self::F32 { cos, sin }
+/// Room for all cosines and sines, if there is memory for them.
+fn room<R>(operator: &'static str, total: usize) -> Result<[Vec<R>; 2]> {
+    let [mut cos, mut sin] = [const { Vec::new() }; 2];
+    if cos.try_reserve_exact(total).is_err() || sin.try_reserve_exact(total).is_err() {
+        return Err(Error::new(
+            operator,
+            "positions",
+            format!("need a table of {} bytes", 2 * total * size_of::<R>()),
+            "memory for it",
+        ));
     }
-}
-
-impl From<(Vec<f64>, Vec<f64>)> for Values {
-    fn from((cos, sin): (Vec<f64>, Vec<f64>)) -> Self {
-        Self::F64 { cos, sin }
-    }
-}
-
-/// Sines and cosines of `coordinate * theta`.
-struct SinCos<'a, R> {
-    coordinate: R,
-    theta: &'a [R],
-    cos: &'a mut [R],
-    sin: &'a mut [R],
-}
-
-impl<R: Real> Kernel for SinCos<'_, R> {
-    #[inline(always)]
-    fn run<L, T>(self)
-    where
-        T: Element,
-        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
-    {
-        let coordinate = T::Real::of(self.coordinate.to_f64());
-        let theta: &[T::Real] = same_reals(self.theta);
-        sin_cos::<L>(coordinate, theta, same_reals_mut(self.cos), same_reals_mut(self.sin));
-    }
-}
-
-#[inline(always)]
-fn sin_cos<L>(coordinate: L::Real, theta: &[L::Real], cos: &mut [L::Real], sin: &mut [L::Real])
-where
-    L: Math + Memory<<L as Lanes>::Real>,
-{
-    for i in (0..theta.len()).step_by(L::N) {
-        let theta: L = L::read(theta, i, Real::of(0.0));
-        let (s, c) = L::splat(coordinate).mul(theta).sin_cos();
-        s.write(sin, i, false);
-        c.write(cos, i, false);
-    }
-}
-
-/// What a call knows about its angles, checked.
-pub(crate) struct AnglePlan<'a, R: Real> {
-    pub(crate) split: AngleSplit,
-    /// Whether all heads have the same angles, so that they are made once: theta has one row, or its
-    /// rows are the same, as those of the usual schedules are.
-    pub(crate) shared: bool,
-    placement: Placement<'a>,
-    tokens: usize,
-    source: Source<'a, R>,
-}
-
-enum Source<'a, R: Real> {
-    Frequencies(Scratch<R>),
-    Table { axes: &'a [TableAxis], cos: &'a [R], sin: &'a [R] },
+    Ok([cos, sin])
 }
 
 /// The most axes of a grid.
-const MAX_AXES: usize = 16;
+pub(crate) const MAX_AXES: usize = 16;
+
+/// A token's integer coordinate on each axis.
+pub(crate) type Coordinates = [i64; MAX_AXES];
 
 /// Where the tokens of a call stand, before it is known how the angles are made.
 #[derive(Clone, Copy)]
@@ -441,6 +406,11 @@ pub(crate) struct Placement<'a> {
 }
 
 impl Placement<'_> {
+    /// Whether each batch entry has its own positions.
+    pub(crate) fn per_batch(&self) -> bool {
+        matches!(self.positions, Positions::PerBatch(_))
+    }
+
     /// The number of axes.
     pub(crate) fn axes(&self) -> usize {
         match self.positions {
@@ -503,6 +473,34 @@ impl Placement<'_> {
         }
         Ok(())
     }
+
+    /// The integer coordinate of a token on each axis, of `tokens` in a checked call.
+    #[inline(always)]
+    pub(crate) fn coordinates(&self, tokens: usize, batch: usize, token: usize) -> Coordinates {
+        let mut at: Coordinates = [0; MAX_AXES];
+        match self.positions {
+            Positions::From(offset) => {
+                let start = match self.sequences {
+                    Some(ends) => ends[ends.partition_point(|&end| end <= token) - 1],
+                    None => self.extra_tokens,
+                };
+                if token >= start {
+                    at[0] = (token - start) as i64 + offset;
+                }
+            }
+            Positions::PerToken(given) => at[0] = given[token],
+            Positions::PerBatch(given) => at[0] = given[batch * tokens + token],
+            Positions::Grid(shape) => {
+                if let Some(mut cell) = token.checked_sub(self.extra_tokens) {
+                    for (axis, &size) in shape.iter().enumerate().rev() {
+                        at[axis] = (cell % size) as i64;
+                        cell /= size;
+                    }
+                }
+            }
+        }
+        at
+    }
 }
 
 fn describe(ends: &[usize]) -> String {
@@ -533,89 +531,6 @@ pub(crate) fn check(
         Angles::Table(table) => {
             check_table(operator, table, real, placement, count, heads, tokens)?;
             Ok(table.split)
-        }
-    }
-}
-
-impl Placement<'_> {
-    /// The integer coordinate of a token on each axis, of `tokens` in a checked call.
-    #[inline(always)]
-    pub(crate) fn coordinates(&self, tokens: usize, batch: usize, token: usize) -> [i64; MAX_AXES] {
-        let mut at = [0i64; MAX_AXES];
-        match self.positions {
-            Positions::From(offset) => {
-                let start = match self.sequences {
-                    Some(ends) => ends[ends.partition_point(|&end| end <= token) - 1],
-                    None => self.extra_tokens,
-                };
-                if token >= start {
-                    at[0] = (token - start) as i64 + offset;
-                }
-            }
-            Positions::PerToken(given) => at[0] = given[token],
-            Positions::PerBatch(given) => at[0] = given[batch * tokens + token],
-            Positions::Grid(shape) => {
-                if let Some(mut cell) = token.checked_sub(self.extra_tokens) {
-                    for (axis, &size) in shape.iter().enumerate().rev() {
-                        at[axis] = (cell % size) as i64;
-                        cell /= size;
-                    }
-                }
-            }
-        }
-        at
-    }
-}
-
-impl<'a, R: Real> AnglePlan<'a, R> {
-    /// The angles of a call that was checked, with tokens. Reads theta.
-    pub(crate) fn new(
-        angles: Angles<'a>,
-        placement: Placement<'a>,
-        split: AngleSplit,
-        tokens: usize,
-    ) -> Self {
-        let source = match angles {
-            Angles::Theta(theta) => Source::Frequencies(split.frequencies(theta)),
-            Angles::Table(table) => {
-                let (cos, sin) = table.values.slices();
-                Source::Table { axes: &table.axes, cos, sin }
-            }
-        };
-        let shared = split.theta_heads == 1
-            || matches!(&source, Source::Frequencies(all) if split.same_rows(all));
-        Self { split, shared, placement, tokens, source }
-    }
-
-    /// Whether each batch entry has its own positions.
-    pub(crate) fn per_batch(&self) -> bool {
-        matches!(self.placement.positions, Positions::PerBatch(_))
-    }
-
-    /// The integer coordinate of a token on each axis.
-    #[inline(always)]
-    fn coordinates(&self, batch: usize, token: usize) -> [i64; MAX_AXES] {
-        self.placement.coordinates(self.tokens, batch, token)
-    }
-
-    /// Adds `coordinate * gradient` for the angles of one token and head: `gradients[step * j]`
-    /// belongs to angle j.
-    #[inline(always)]
-    pub(crate) fn add_gradients(
-        &self,
-        [batch, token]: [usize; 2],
-        gradients: &[R],
-        step: usize,
-        sums: &mut [R],
-    ) {
-        let at = self.coordinates(batch, token);
-        for axis in 0..self.split.axes {
-            let coordinate = R::of_integer(at[axis]);
-            let range = self.split.range(axis);
-            let from = gradients[range.start * step..].iter().step_by(step);
-            for (sum, &gradient) in sums[range].iter_mut().zip(from) {
-                *sum += coordinate * gradient;
-            }
         }
     }
 }
@@ -673,319 +588,4 @@ fn check_table(
         }
     }
     Ok(())
-}
-
-/// The cosines and sines of a tile of tokens and heads, in register order.
-///
-/// Each angle has one entry, or two for operators that pair neighbours: then the sine of the
-/// first is negated.
-pub(crate) struct Tables<R: Real> {
-    /// Entries for each angle.
-    step: usize,
-    /// Entries of one head, in whole blocks.
-    width: usize,
-    /// Heads with angles of their own in a tile.
-    heads: usize,
-    cos: Scratch<R>,
-    sin: Scratch<R>,
-    /// Where the entries begin in the two.
-    starts: [usize; 2],
-    /// The frequencies as the sines have them, for all rows of theta.
-    frequencies: Scratch<R>,
-    /// Cosines and sines of one head, in index order, on their way from an [`AngleTable`].
-    gathered: Scratch<R>,
-    /// What was filled in last: slot, coordinates, first head.
-    last: Option<(usize, [i64; MAX_AXES], usize)>,
-}
-
-impl<R: Real> Tables<R> {
-    /// Room for a tile of `tokens` and `heads`, with `step` entries for each angle.
-    pub(crate) fn new<L>(plan: &AnglePlan<'_, R>, step: usize, [tokens, heads]: [usize; 2]) -> Self
-    where
-        L: Math + Lanes<Real = R> + Memory<R>,
-    {
-        let AngleSplit { theta_heads, count, .. } = plan.split;
-        let width = padded(count * step);
-        let (theta_heads, heads) = if plan.shared { (1, 1) } else { (theta_heads, heads) };
-        let mut frequencies = Scratch::new(0);
-        let mut gathered = Scratch::new(0);
-        match &plan.source {
-            Source::Frequencies(theta) => {
-                frequencies = Scratch::new(theta_heads * width);
-                for head in 0..theta_heads {
-                    let (from, to) = (&theta[head * count..][..count], head * width);
-                    let to = &mut frequencies[to..to + width];
-                    L::enter(LayOut { from, to, step, negated: true, lanes: PhantomData::<L> });
-                }
-            }
-            Source::Table { .. } => gathered = Scratch::new(2 * padded(count)),
-        }
-        let room = tokens * heads * width + PAGE / size_of::<R>();
-        let [cos, sin] = [(); 2].map(|()| Scratch::new(room));
-        let starts = [0; 2];
-        Self { step, width, heads, cos, sin, starts, frequencies, gathered, last: None }
-    }
-
-    /// Moves the tables to where their rows are not taken for those of an output at `address`: a
-    /// load waits for stores before it whose addresses have the same last 12 bits, and stores past
-    /// the caches take long. Rows of tables and outputs mostly are equally long, so that they keep
-    /// their distance. Results do not depend on it.
-    #[inline(always)]
-    pub(crate) fn keep_off(&mut self, plan: &AnglePlan<'_, R>, address: usize) {
-        // Entries of several axes are taken over from token to token, and stay where they are.
-        if self.last.is_some() && plan.split.axes > 1 {
-            return;
-        }
-        let starts =
-            [start(&self.cos, address + COS_DISTANCE), start(&self.sin, address + SIN_DISTANCE)];
-        if starts != self.starts {
-            (self.starts, self.last) = (starts, None);
-        }
-    }
-
-    /// Fills in the angles of neighbouring tokens from slot 0 on.
-    #[inline(always)]
-    pub(crate) fn fill<L>(
-        &mut self,
-        plan: &AnglePlan<'_, R>,
-        batch: usize,
-        tokens: Range<usize>,
-        heads: Range<usize>,
-    ) where
-        L: Math + Lanes<Real = R> + Memory<R>,
-    {
-        let heads = if plan.shared { 0..1 } else { heads };
-        let tables = self;
-        L::enter(Fill { tables, plan, batch, tokens, heads, lanes: PhantomData::<L> });
-    }
-
-    /// Cosines and sines of a patch: `rows` tokens, from a slot on, and heads.
-    #[inline(always)]
-    pub(crate) fn rows(
-        &self,
-        plan: &AnglePlan<'_, R>,
-        slot: usize,
-        rows: [usize; 2],
-    ) -> [Grid<'_, R>; 2] {
-        let head = if plan.shared { 0 } else { self.width };
-        let steps = [self.heads * self.width, head];
-        let first = slot * steps[0];
-        let [cos, sin] = self.starts;
-        let len = plan.split.count * self.step;
-        // One by one: a closure for both would not be inlined.
-        let cos = Grid::strided(&self.cos[cos + first..], rows, steps, padded(len));
-        let sin = Grid::strided(&self.sin[sin + first..], rows, steps, padded(len));
-        [cos, sin]
-    }
-
-    /// Where the cosines and sines of a head begin.
-    #[inline(always)]
-    fn at(&self, slot: usize, head: usize) -> [usize; 2] {
-        let at = (slot * self.heads + head) * self.width;
-        [self.starts[0] + at, self.starts[1] + at]
-    }
-}
-
-/// Addresses that differ by a multiple of this are alike to loads that follow stores.
-const PAGE: usize = 4096;
-/// Where cosines and sines begin, from where outputs do, in bytes: behind the rows that are written,
-/// by more than a row, and before those that are still on their way when they come round again.
-const COS_DISTANCE: usize = 768;
-const SIN_DISTANCE: usize = 1024;
-
-/// The first whole block of scratch whose address is like a given one.
-#[inline(always)]
-fn start<R: Real>(scratch: &Scratch<R>, like: usize) -> usize {
-    let bytes = like.wrapping_sub(scratch.as_ptr() as usize) % PAGE;
-    bytes / size_of::<R>() / MAX_LANES * MAX_LANES
-}
-
-/// Brings one number for each angle, in index order, into the order of the tables.
-struct LayOut<'a, R, L> {
-    from: &'a [R],
-    to: &'a mut [R],
-    step: usize,
-    /// Whether the first of two entries is negated.
-    negated: bool,
-    lanes: PhantomData<L>,
-}
-
-impl<R, L> Task for LayOut<'_, R, L>
-where
-    R: Real,
-    L: Lanes<Real = R> + Memory<R>,
-{
-    type Output = ();
-    #[inline(always)]
-    fn run(self) {
-        let Self { from, to, step, negated, .. } = self;
-        let zero = R::of(0.0);
-        let len = from.len() * step;
-        for i in (0..len).step_by(L::N) {
-            if step == 1 {
-                L::read(from, i, zero).set(to, i);
-                continue;
-            }
-            let mut pairs = [zero; MAX_LANES];
-            for (j, entry) in pairs.iter_mut().enumerate().take(L::N.min(len - i)) {
-                let value = from[(i + j) / 2];
-                *entry = if negated && j % 2 == 0 { -value } else { value };
-            }
-            L::read(&pairs, 0, zero).set(to, i);
-        }
-    }
-}
-
-/// [`Tables::fill`].
-struct Fill<'t, 'p, 'a, R: Real, L> {
-    tables: &'t mut Tables<R>,
-    plan: &'p AnglePlan<'a, R>,
-    batch: usize,
-    tokens: Range<usize>,
-    heads: Range<usize>,
-    lanes: PhantomData<L>,
-}
-
-impl<R, L> Task for Fill<'_, '_, '_, R, L>
-where
-    R: Real,
-    L: Math + Lanes<Real = R> + Memory<R>,
-{
-    type Output = ();
-    #[inline(always)]
-    fn run(mut self) {
-        for (slot, token) in self.tokens.clone().enumerate() {
-            let at = self.plan.coordinates(self.batch, token);
-            match self.plan.source {
-                Source::Frequencies(_) => self.compute(slot, &at),
-                Source::Table { axes, cos, sin } => self.look_up(slot, &at, axes, cos, sin),
-            }
-            self.tables.last = Some((slot, at, self.heads.start));
-        }
-    }
-}
-
-impl<R, L> Fill<'_, '_, '_, R, L>
-where
-    R: Real,
-    L: Math + Lanes<Real = R> + Memory<R>,
-{
-    /// TableAxis by axis; blocks with angles of several axes one by one.
-    #[inline(always)]
-    fn compute(&mut self, slot: usize, at: &[i64; MAX_AXES]) {
-        let (split, step) = (self.plan.split, self.tables.step);
-        let len = split.count * step;
-        let (mut i, mut axis) = (0, 0);
-        while i < len {
-            while split.range(axis).end * step <= i {
-                axis += 1;
-            }
-            let end = split.range(axis).end * step;
-            let whole =
-                if end == len { len.next_multiple_of(L::N) } else { i + (end - i) / L::N * L::N };
-            let (blocks, coordinates) = if whole == i {
-                (i..i + L::N, mixed::<L>(split, i, step, at))
-            } else {
-                (i..whole, L::splat(R::of_integer(at[axis])))
-            };
-            i = blocks.end;
-            if whole != blocks.end || !self.keep(slot, blocks.clone(), axis, at) {
-                self.sin_cos(slot, blocks, coordinates);
-            }
-        }
-    }
-
-    /// Takes over the entries `range`, all of one axis, of the token before, if it stands at
-    /// the same coordinate.
-    #[inline(always)]
-    fn keep(
-        &mut self,
-        slot: usize,
-        range: Range<usize>,
-        axis: usize,
-        at: &[i64; MAX_AXES],
-    ) -> bool {
-        let Some((last, before, head)) = self.tables.last else { return false };
-        if before[axis] != at[axis] || head != self.heads.start {
-            return false;
-        }
-        if last != slot {
-            for head in 0..self.heads.len() {
-                let (from, to) = (self.tables.at(last, head), self.tables.at(slot, head));
-                let ([cos, sin], [to_cos, to_sin]) = (from, to);
-                let (a, b) = (range.start, range.end);
-                self.tables.cos.copy_within(cos + a..cos + b, to_cos + a);
-                self.tables.sin.copy_within(sin + a..sin + b, to_sin + a);
-            }
-        }
-        true
-    }
-
-    /// Cosines and sines of the whole blocks `range` of all heads.
-    #[inline(always)]
-    fn sin_cos(&mut self, slot: usize, range: Range<usize>, coordinate: L) {
-        for head in 0..self.heads.len() {
-            let [cos, sin] = self.tables.at(slot, head);
-            let from = (self.heads.start + head) * self.tables.width;
-            let theta = &self.tables.frequencies[from + range.start..from + range.end];
-            let cos = &mut self.tables.cos[cos + range.start..cos + range.end];
-            let sin = &mut self.tables.sin[sin + range.start..sin + range.end];
-            let (cos, sin) = (cos.chunks_exact_mut(L::N), sin.chunks_exact_mut(L::N));
-            for ((theta, cos), sin) in theta.chunks_exact(L::N).zip(cos).zip(sin) {
-                let (s, c) = coordinate.mul(L::get(theta, 0)).sin_cos();
-                s.set(sin, 0);
-                c.set(cos, 0);
-            }
-        }
-    }
-
-    /// From an [`AngleTable`].
-    #[inline(always)]
-    fn look_up(
-        &mut self,
-        slot: usize,
-        at: &[i64; MAX_AXES],
-        axes: &[TableAxis],
-        all_cos: &[R],
-        all_sin: &[R],
-    ) {
-        let (split, step, width) = (self.plan.split, self.tables.step, self.tables.width);
-        for head in 0..self.heads.len() {
-            let [cos_at, sin_at] = self.tables.at(slot, head);
-            let (cos, sin) = self.tables.gathered.split_at_mut(padded(split.count));
-            let (cos, sin) = (&mut cos[..split.count], &mut sin[..split.count]);
-            for (axis, entry) in axes.iter().enumerate() {
-                let i = (at[axis] - entry.start) as usize;
-                let row = i * split.theta_heads + self.heads.start + head;
-                let first = entry.first + row * entry.width;
-                let range = split.range(axis);
-                cos[range.clone()].copy_from_slice(&all_cos[first..first + entry.width]);
-                sin[range].copy_from_slice(&all_sin[first..first + entry.width]);
-            }
-            let lanes = PhantomData::<L>;
-            let to_cos = &mut self.tables.cos[cos_at..cos_at + width];
-            L::enter(LayOut { from: cos, to: to_cos, step, negated: false, lanes });
-            let to_sin = &mut self.tables.sin[sin_at..sin_at + width];
-            L::enter(LayOut { from: sin, to: to_sin, step, negated: true, lanes });
-        }
-    }
-}
-
-/// The coordinates that belong to the entries of the block at `i`.
-#[inline(always)]
-fn mixed<L>(split: AngleSplit, i: usize, step: usize, at: &[i64; MAX_AXES]) -> L
-where
-    L: Lanes + Memory<<L as Lanes>::Real>,
-{
-    let mut coordinates = [Real::of(0.0); MAX_LANES];
-    for (j, coordinate) in coordinates.iter_mut().enumerate().take(L::N) {
-        let axis = (i + j) / step / split.per_axis;
-        *coordinate = Real::of_integer(at[axis.min(MAX_AXES - 1)]);
-    }
-    L::read(&coordinates, 0, Real::of(0.0))
-}
-
-/// A length rounded up to whole blocks of lanes.
-pub(crate) const fn padded(len: usize) -> usize {
-    len.next_multiple_of(MAX_LANES)
 }

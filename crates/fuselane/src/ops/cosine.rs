@@ -15,14 +15,13 @@
 //! The inner product of an encoded query and key is the sum of `q' k' cos(A_q - A_k)`: it depends
 //! on the difference of their coordinates only, axis by axis.
 
-use crate::dtype::{Element, Real};
+use crate::dtype::DType;
 use crate::error::Result;
+use crate::kernels::encode::Waves;
 use crate::ops::angles::{Angles, Placement, Positions};
-use crate::ops::tokens::{self, Call, Encoding, FusedAct, Gradients, Pieces, TokenLayout};
-use crate::plan::{self, Pairs};
+use crate::ops::encode::{self, Call, FusedAct, Gradients, TokenLayout};
+use crate::plan;
 use crate::pool::Buffer;
-use crate::rows::{Grid, GridMut};
-use crate::simd::{Access, Lanes, MAX_LANES, Math, Memory};
 use crate::view::{View, ViewMut};
 
 /// Options of the cosine encoding.
@@ -100,8 +99,11 @@ impl Cosine<'_> {
     /// [`Cosine::forward_into`] without type parameters, so that kernels are compiled once, in
     /// this crate, and not again in each that calls it.
     fn encode(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()> {
-        let [_, _, _, d] = tokens::dimensions("cosine", "x", &x, self.layout)?;
-        tokens::forward(Waves { features: d }, &self.call(angles, d), x, o)
+        if x.dtype() == DType::F64 {
+            return self.forward_double(x, angles, o);
+        }
+        let [_, _, _, d] = encode::dimensions("cosine", "x", &x, self.layout)?;
+        encode::forward(Waves { features: d }, &self.call(angles, d), x, o)
     }
 
     /// The checks of [`Cosine::forward_into`], without the call, and what it comes to. No element is
@@ -122,13 +124,13 @@ impl Cosine<'_> {
         angles: Angles<'_>,
         mut o: ViewMut<'_>,
     ) -> Result<plan::Encoding> {
-        let [_, _, _, d] = tokens::dimensions("cosine", "x", &x, self.layout)?;
-        tokens::check_forward(Waves { features: d }, &self.call(angles, d), x, &mut o)
+        let [_, _, _, d] = encode::dimensions("cosine", "x", &x, self.layout)?;
+        encode::check_forward(Waves { features: d }, &self.call(angles, d), x, &mut o)
     }
 
     /// The encoded `x` in a buffer from the pool.
     pub fn forward<'c>(&self, x: View<'_>, angles: impl Into<Angles<'c>>) -> Result<Buffer> {
-        let [_, _, _, d] = tokens::dimensions("cosine", "x", &x, self.layout)?;
+        let [_, _, _, d] = encode::dimensions("cosine", "x", &x, self.layout)?;
         let shape = [&x.shape()[..3], &[2 * d]].concat();
         let mut o = Buffer::unfilled(x.dtype(), &shape)?;
         self.forward_into(x, angles, o.view_mut())?;
@@ -153,22 +155,25 @@ impl Cosine<'_> {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(&self, call: CosineBackward<'_>) -> Result<()> {
-        let [_, _, _, width] = tokens::dimensions("cosine", "grad", &call.grad, self.layout)?;
+        if call.grad.dtype() == DType::F64 {
+            return self.backward_double(call);
+        }
+        let [_, _, _, width] = encode::dimensions("cosine", "grad", &call.grad, self.layout)?;
         let d = width / 2;
         let CosineBackward { x, grad, angles, dx, dtheta } = call;
         let gradients = Gradients { x, grad, dx, dtheta };
-        tokens::backward(Waves { features: d }, &self.call(angles, d), gradients)
+        encode::backward(Waves { features: d }, &self.call(angles, d), gradients)
     }
 
     /// The checks of [`Cosine::backward_into`], without the call, and what it comes to; see
     /// [`Cosine::check_forward`]. A call with neither x nor dx asks for nothing, and comes to an
     /// encoding without tokens.
     pub fn check_backward(&self, call: CosineBackward<'_>) -> Result<plan::Encoding> {
-        let [_, _, _, width] = tokens::dimensions("cosine", "grad", &call.grad, self.layout)?;
+        let [_, _, _, width] = encode::dimensions("cosine", "grad", &call.grad, self.layout)?;
         let d = width / 2;
         let CosineBackward { x, grad, angles, dx, dtheta } = call;
         let mut gradients = Gradients { x, grad, dx, dtheta };
-        tokens::check_backward(Waves { features: d }, &self.call(angles, d), &mut gradients)
+        encode::check_backward(Waves { features: d }, &self.call(angles, d), &mut gradients)
     }
 
     /// `dx` of [`Cosine::backward_into`] in a buffer from the pool.
@@ -178,7 +183,7 @@ impl Cosine<'_> {
         grad: View<'_>,
         angles: impl Into<Angles<'c>>,
     ) -> Result<Buffer> {
-        let [_, _, _, width] = tokens::dimensions("cosine", "grad", &grad, self.layout)?;
+        let [_, _, _, width] = encode::dimensions("cosine", "grad", &grad, self.layout)?;
         let shape = [&grad.shape()[..3], &[width / 2]].concat();
         let mut dx = Buffer::unfilled(grad.dtype(), &shape)?;
         let (angles, view) = (angles.into(), dx.view_mut());
@@ -190,241 +195,6 @@ impl Cosine<'_> {
         let Self { act, layout, positions, extra_tokens, sequences } = *self;
         let placement = Placement { positions, extra_tokens, sequences };
         Call { act, layout, placement, angles, count }
-    }
-}
-
-/// One angle for each feature.
-#[derive(Clone, Copy)]
-struct Waves {
-    features: usize,
-}
-
-impl Encoding for Waves {
-    const OPERATOR: &'static str = "cosine";
-
-    fn output_len(&self, features: usize) -> usize {
-        2 * features
-    }
-
-    fn pairs(&self) -> Option<Pairs> {
-        None
-    }
-
-    fn pieces(&self, features: usize) -> Pieces {
-        Pieces::new([features, 0, 0, 0])
-    }
-
-    /// Cosines, sines.
-    #[inline(always)]
-    fn output_cuts(&self) -> [usize; 3] {
-        [self.features, 2 * self.features, 2 * self.features]
-    }
-
-    #[inline(always)]
-    fn angle_step(&self) -> usize {
-        1
-    }
-
-    #[inline(always)]
-    fn forward<L, S, D>(
-        &self,
-        [x, ..]: [Grid<'_, S::Number>; 4],
-        [cos, sin]: [Grid<'_, L::Real>; 2],
-        [o_cos, o_sin, ..]: [GridMut<'_, D::Number>; 4],
-        stream: bool,
-    ) -> L
-    where
-        S: Access<L>,
-        D: Access<L>,
-        L: Math,
-    {
-        let whole = S::whole(self.features);
-        let [[o_cos, mut cos_end], [o_sin, mut sin_end]] =
-            [o_cos.split_at(whole), o_sin.split_at(whole)];
-        // The choice is made outside of the loop, which then needs no more registers than there are.
-        let lines = L::MANY_REGISTERS && stream && o_cos.has_lines() && o_sin.has_lines();
-        let mut noted = if lines {
-            wave_blocks::<L, S, D, true, 2>(x, [cos, sin], [o_cos, o_sin], true)
-        } else if stream && o_cos.is_aligned() && o_sin.is_aligned() {
-            wave_blocks::<L, S, D, true, 1>(x, [cos, sin], [o_cos, o_sin], true)
-        } else {
-            wave_blocks::<L, S, D, false, 1>(x, [cos, sin], [o_cos, o_sin], stream)
-        };
-        if whole == self.features {
-            return noted;
-        }
-        let [tokens, heads] = x.rows();
-        for m in 0..x.entries() {
-            let (x, mut cos_end, mut sin_end) = (x.entry(m), cos_end.entry(m), sin_end.entry(m));
-            for i in 0..tokens {
-                for j in 0..heads {
-                    for k in (whole..self.features).step_by(L::N) {
-                        noted = S::note(x.row(i, j), k, noted);
-                        let y = S::read(x.row(i, j), k);
-                        let (cos, sin) = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
-                        D::write(y.mul(cos), cos_end.row(i, j), k - whole, false);
-                        D::write(y.mul(sin), sin_end.row(i, j), k - whole, false);
-                    }
-                }
-            }
-        }
-        noted
-    }
-
-    #[inline(always)]
-    fn backward<L, S, D>(
-        &self,
-        [g_cos, g_sin, ..]: [Grid<'_, S::Number>; 4],
-        [cos, sin]: [Grid<'_, L::Real>; 2],
-        [dx, ..]: [GridMut<'_, D::Number>; 4],
-        stream: bool,
-    ) where
-        S: Access<L>,
-        D: Access<L>,
-        L: Math,
-    {
-        let whole = S::whole(self.features);
-        let [dx, mut dx_end] = dx.split_at(whole);
-        if L::MANY_REGISTERS && (D::REGISTERS || stream) && dx.has_lines() {
-            sum_blocks::<L, S, D, true, 2>([g_cos, g_sin], [cos, sin], dx, !D::REGISTERS);
-        } else if stream && !D::REGISTERS && dx.is_aligned() {
-            sum_blocks::<L, S, D, true, 1>([g_cos, g_sin], [cos, sin], dx, true);
-        } else {
-            sum_blocks::<L, S, D, false, 1>([g_cos, g_sin], [cos, sin], dx, stream);
-        }
-        if whole == self.features {
-            return;
-        }
-        let [tokens, heads] = g_cos.rows();
-        for m in 0..g_cos.entries() {
-            let (g_cos, g_sin, mut dx_end) = (g_cos.entry(m), g_sin.entry(m), dx_end.entry(m));
-            for i in 0..tokens {
-                for j in 0..heads {
-                    for k in (whole..self.features).step_by(L::N) {
-                        let (cos, sin) = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
-                        let (a, b) = (S::read(g_cos.row(i, j), k), S::read(g_sin.row(i, j), k));
-                        let sum = a.mul_add(cos, b.mul(sin));
-                        D::write(sum, dx_end.row(i, j), k - whole, false);
-                    }
-                }
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn angle_gradients<L, T>(
-        &self,
-        (y, _, _): (&[L::Real], &[L::Real], [usize; 4]),
-        grad: &[T],
-        (cos, sin): (&[L::Real], &[L::Real]),
-        sums: &mut [L::Real],
-    ) where
-        T: Element<Real = L::Real>,
-        L: Math + Memory<T> + Memory<<L as Lanes>::Real>,
-    {
-        let zero = Real::of(0.0);
-        let (g_cos, g_sin) = grad.split_at(self.features);
-        for i in (0..self.features).step_by(L::N) {
-            let (g_cos, g_sin): (L, L) = (L::read(g_cos, i, zero), L::read(g_sin, i, zero));
-            let turn = g_cos.neg_mul_add(L::get(sin, i), g_sin.mul(L::get(cos, i)));
-            let sum: L = L::read(sums, i, zero);
-            L::get(y, i).mul_add(turn, sum).write(sums, i, false);
-        }
-    }
-}
-
-/// The whole blocks of x times the cosines, and times the sines, in groups of `K`; see
-/// [`GridMut::has_lines`].
-#[inline(always)]
-fn wave_blocks<L, S, D, const ALIGNED: bool, const K: usize>(
-    x: Grid<'_, S::Number>,
-    [cos, sin]: [Grid<'_, L::Real>; 2],
-    [mut o_cos, mut o_sin]: [GridMut<'_, D::Number>; 2],
-    stream: bool,
-) -> L
-where
-    S: Access<L>,
-    D: Access<L>,
-    L: Math,
-{
-    let mut noted = L::splat(Real::of(0.0));
-    if L::N != MAX_LANES {
-        return noted;
-    }
-    let [tokens, heads] = x.rows();
-    // Known before the loops, so that a row has little to find out.
-    let groups = o_cos.len() / (K * MAX_LANES);
-    let zero = L::splat(Real::of(0.0));
-    for i in 0..tokens {
-        for j in 0..heads {
-            let (cos, sin) = (&cos.groups::<K>(i, j)[..groups], &sin.groups::<K>(i, j)[..groups]);
-            for m in 0..x.entries() {
-                let row = &x.entry(m).groups::<K>(i, j)[..groups];
-                let (mut o_cos, mut o_sin) = (o_cos.entry(m), o_sin.entry(m));
-                let o_cos = &mut o_cos.groups::<ALIGNED, K>(i, j)[..groups];
-                let o_sin = &mut o_sin.groups::<ALIGNED, K>(i, j)[..groups];
-                // In a loop of its own, as the other one needs all registers.
-                for block in row.as_flattened() {
-                    noted = S::note(block, 0, noted);
-                }
-                for k in 0..groups {
-                    if !S::REGISTERS {
-                        x.prefetch_block::<L>(&row[k][0]);
-                    }
-                    let (mut a, mut b) = ([zero; K], [zero; K]);
-                    for k2 in 0..K {
-                        let y = S::read(&row[k][k2], 0);
-                        a[k2] = y.mul(L::get(&cos[k][k2], 0));
-                        b[k2] = y.mul(L::get(&sin[k][k2], 0));
-                    }
-                    D::write_blocks(a, o_cos[k].as_flattened_mut(), 0, stream);
-                    D::write_blocks(b, o_sin[k].as_flattened_mut(), 0, stream);
-                }
-            }
-        }
-    }
-    noted
-}
-
-/// The whole blocks of the sum of both gradients, times cosines and times sines, in groups of `K`.
-#[inline(always)]
-fn sum_blocks<L, S, D, const ALIGNED: bool, const K: usize>(
-    [g_cos, g_sin]: [Grid<'_, S::Number>; 2],
-    [cos, sin]: [Grid<'_, L::Real>; 2],
-    mut dx: GridMut<'_, D::Number>,
-    stream: bool,
-) where
-    S: Access<L>,
-    D: Access<L>,
-    L: Math,
-{
-    if L::N != MAX_LANES {
-        return;
-    }
-    let [tokens, heads] = g_cos.rows();
-    // Known before the loops, so that a row has little to find out.
-    let groups = dx.len() / (K * MAX_LANES);
-    for i in 0..tokens {
-        for j in 0..heads {
-            let (cos, sin) = (&cos.groups::<K>(i, j)[..groups], &sin.groups::<K>(i, j)[..groups]);
-            for m in 0..g_cos.entries() {
-                let (a, b) = (g_cos.entry(m).groups::<K>(i, j), g_sin.entry(m).groups::<K>(i, j));
-                let (a, b) = (&a[..groups], &b[..groups]);
-                let mut dx = dx.entry(m);
-                let dx = &mut dx.groups::<ALIGNED, K>(i, j)[..groups];
-                for k in 0..groups {
-                    g_cos.prefetch_block::<L>(&a[k][0]);
-                    g_sin.prefetch_block::<L>(&b[k][0]);
-                    let mut sums = [L::splat(Real::of(0.0)); K];
-                    for k2 in 0..K {
-                        let (a, b) = (S::read(&a[k][k2], 0), S::read(&b[k][k2], 0));
-                        let (cos, sin) = (L::get(&cos[k][k2], 0), L::get(&sin[k][k2], 0));
-                        sums[k2] = a.mul_add(cos, b.mul(sin));
-                    }
-                    D::write_blocks(sums, dx[k].as_flattened_mut(), 0, stream);
-                }
-            }
-        }
     }
 }
 

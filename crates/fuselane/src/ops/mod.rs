@@ -4,14 +4,17 @@
 pub mod act;
 pub mod angles;
 pub mod cosine;
+mod double;
+pub mod encode;
+#[cfg(test)]
+mod non_temporal;
 pub mod normalize;
-pub(crate) mod parameter;
 pub mod rotate;
 pub mod softmax;
-#[cfg(test)]
-mod streamed;
 pub mod theta;
-pub mod tokens;
+
+/// The name that [`encode`] had.
+pub use encode as tokens;
 
 use crate::error::Result;
 use crate::view::{View, ViewMut};

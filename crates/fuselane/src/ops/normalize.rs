@@ -25,39 +25,33 @@
 //!
 //! **Numerics.** Everything is computed in f32 (f64 for f64) and rounded once at the store; what is
 //! normalized is the unrounded sum, of which `residual_out` receives a rounded copy. Sums run in
-//! lanes within chunks of `CHUNK` blocks and in f64 across chunks, so their error does not grow
+//! lanes within chunks of 2,048 elements and in f64 across chunks, so their error does not grow
 //! with d. The mean is taken twice: after a first one m, q0 = p - m has a small mean delta (what
 //! rounding left over), and mean(q0^2) - delta^2 is the variance without cancellation, even where
 //! the mean is a million times the deviation. The backward finds delta anew, so rounding the kept
 //! mean costs nothing.
 //!
-//! **Passes.** A row is read from memory once; later passes find it in the caches or, where p is
-//! more than x, find p as the first pass kept it. The values of the gate are kept from pass to pass
-//! too; in usual calls the passes evaluate its short form themselves, and the general code takes
-//! over where an argument is too large for that. Of a very long group all is found anew in each
-//! pass, chunk by chunk. Short groups go in batches, pass by pass. A pass over a batch is a function
-//! of its own (where its loop needs all registers, one over a chunk is), so that sums and constants
-//! stay in registers; the usual calls have loops of their own, the others choose block by block.
+//! **Passes.** To the kernels, each group is a row. A row is read from memory once: the pass that writes
+//! it finds it in the first-level cache, or finds p as the pass before saved it. Short rows go in tiles,
+//! pass by pass. The usual calls have loops of their own, which evaluate a gate on the way; in all others
+//! the loops choose block by block, and the values of a gate are found before.
 
-mod backward;
-mod forward;
-mod groups;
 #[cfg(test)]
 mod tests;
 
 use super::act::Act;
-use super::parameter;
-use crate::dtype::with_real;
 use crate::error::{Error, Result};
-use crate::pool::{Buffer, Reals, RealsMut};
-use crate::rows::{self, Operands, Part, Rows};
-use crate::scratch::Scratch;
-use crate::simd;
+use crate::exec::operands::{Operands, check_parameter, disjoint};
+use crate::exec::rows::{Rows, TaskRows};
+use crate::exec::scratch::Scratch;
+use crate::kernels::lanes::Lane;
+use crate::kernels::normalize::backward::{self, Backward};
+use crate::kernels::normalize::forward::{Added, Forward, With};
+use crate::kernels::param;
+use crate::pool::Buffer;
+use crate::simd::dispatch;
 use crate::view::{View, ViewMut};
-use crate::{Element, Real, isa};
-use backward::{Backward, BackwardWith};
-use forward::{Added, Forward, ForwardWith};
-use groups::{Groups, widened};
+use crate::{DType, isa};
 
 /// How the weight enters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -353,28 +347,26 @@ impl Normalize {
     }
 
     /// The weight, widened, with the scale and the 1 of its form worked in; in index order.
-    fn factor<R: Real>(&self, weight: Option<View<'_>>, d: usize) -> Scratch<R> {
-        let mut factor = Scratch::new(d);
-        match weight {
-            None => factor.fill(R::of(self.scale)),
-            Some(weight) => {
-                let one = match self.weight_form {
-                    WeightForm::Plain => 0.0,
-                    WeightForm::OnePlus => 1.0,
-                };
-                parameter::widen(weight, &mut factor[..d]);
-                if (self.scale, one) != (1.0, 0.0) {
-                    for value in &mut factor[..d] {
-                        *value = R::of(self.scale * (one + value.to_f64()));
-                    }
-                }
+    fn scaled_weight(&self, weight: Option<View<'_>>, d: usize) -> Scratch<f32> {
+        let mut scaled = widened_parameter(weight, d);
+        let one = match self.weight_form {
+            WeightForm::Plain => 0.0,
+            WeightForm::OnePlus => 1.0,
+        };
+        if weight.is_none() {
+            scaled.fill(self.scale as f32);
+        } else if (self.scale, one) != (1.0, 0.0) {
+            for value in &mut scaled[..d] {
+                *value = (self.scale * (one + f64::from(*value))) as f32;
             }
         }
-        factor
+        scaled
     }
 
-    fn gate_at(&self, gate: Option<View<'_>>) -> Option<GatePosition> {
-        gate.map(|_| self.gate_position)
+    /// How many rows of their own the groups of a row become. (Groups without elements, of which there may
+    /// be any number, stay one row.)
+    fn groups_as_rows(&self, d: usize) -> usize {
+        if d == 0 { 1 } else { self.groups }
     }
 
     /// Normalizes into the caller's memory.
@@ -390,21 +382,23 @@ impl Normalize {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn forward_into(&self, call: NormalizeForward<'_>) -> Result<()> {
+        if call.x.dtype() == DType::F64 {
+            return self.forward_double(call);
+        }
         let (weight, bias) = (call.weight, call.bias);
         let (rows, with, d) = self.checked_forward(call)?;
-        let rows = rows.merged(false);
+        let (isa, eps, groups) = (isa(), self.eps, self.groups_as_rows(d));
+        let rows = rows.split(groups).merged(false);
         if rows.count() == 0 {
             return Ok(());
         }
-        let (isa, stream, options) = (isa(), rows.stream(), *self);
-        with_real!(rows.dtype(), R => {
-            let factor = self.factor::<R>(weight, d);
-            let bias_len = bias.map_or(0, |_| d);
-            let bias = widened::<R>(bias, bias_len);
-            let (factor, bias) = (Reals::new(&factor[..d]), Reals::new(&bias[..bias_len]));
-            rows.for_each_part(1, |part| {
-                simd::run(isa, rows.dtype(), Forward { options, with, factor, bias, part, stream });
-            });
+        let (dtype, non_temporal) = (rows.dtype(), rows.non_temporal());
+        let (weight, bias_len) = (self.scaled_weight(weight, d), bias.map_or(0, |_| d));
+        let bias = widened_parameter(bias, bias_len);
+        let (weight, bias) = (&weight[..d], &bias[..bias_len]);
+        rows.for_each_task(groups, |rows| {
+            let kernel = Forward { with, eps, groups, weight, bias, rows, non_temporal };
+            dispatch(isa, dtype, kernel);
         });
         Ok(())
     }
@@ -429,7 +423,7 @@ impl Normalize {
     fn checked_forward<'a>(
         &self,
         call: NormalizeForward<'a>,
-    ) -> Result<(Rows<'a, 3, 2, 0, 2>, ForwardWith, usize)> {
+    ) -> Result<(Rows<'a, 3, 2, 0, 2>, With, usize)> {
         let NormalizeForward { x, weight, bias, gate, residual, o, rstd, mean } = call;
         let d = self.check(x)?;
         if mean.is_some() && !self.center {
@@ -437,24 +431,25 @@ impl Normalize {
         }
         for (name, view) in [("weight", weight), ("bias", bias)] {
             if let Some(view) = view {
-                parameter::check(NAME, name, view, d)?;
+                check_parameter(NAME, name, view, d)?;
             }
         }
         let (residual, sum_name, sum, added) = match residual {
             Residual::None => (None, "residual_out", None, Added::Nothing),
-            Residual::Add(view) => (Some(view), "residual_out", None, Added::Input),
-            Residual::AddInto(view, sum) => (Some(view), "residual_out", Some(sum), Added::Input),
-            Residual::AddInPlace(sum) => (None, "residual", Some(sum), Added::InPlace),
+            Residual::Add(view) => (Some(view), "residual_out", None, Added::Residual),
+            Residual::AddInto(view, sum) => {
+                (Some(view), "residual_out", Some(sum), Added::Residual)
+            }
+            Residual::AddInPlace(sum) => (None, "residual", Some(sum), Added::ResidualInPlace),
         };
         let mut written = vec![("o", o.as_view())];
         written.extend(sum.iter().map(|view| (sum_name, view.as_view())));
         written.extend(rstd.iter().map(|view| ("rstd", view.as_view())));
         written.extend(mean.iter().map(|view| ("mean", view.as_view())));
-        rows::disjoint(NAME, &[("weight", weight), ("bias", bias)], &written)?;
-        let with = ForwardWith {
+        disjoint(NAME, &[("weight", weight), ("bias", bias)], &written)?;
+        let with = With {
             added,
-            gate: self.gate_at(gate),
-            fused: None,
+            gate: gate.map(|_| (self.gate_position, self.gate_act)),
             center: self.center,
             bias: bias.is_some(),
         };
@@ -465,8 +460,8 @@ impl Normalize {
                 inputs: [("x", Some(x)), ("residual", residual), ("gate", gate)],
                 outputs: [("o", Some(o)), (sum_name, sum)],
                 statistics_len: self.groups,
-                kept: [],
-                keeps: [("rstd", rstd), ("mean", mean)],
+                saved: [],
+                save: [("rstd", rstd), ("mean", mean)],
                 input_len: [None; 3],
                 output_len: [None; 2],
             },
@@ -534,51 +529,47 @@ impl Normalize {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(&self, mut call: NormalizeBackward<'_>) -> Result<()> {
+        if call.x.dtype() == DType::F64 {
+            return self.backward_double(call);
+        }
         let (rows, with, d) = self.checked_backward(&mut call)?;
-        let rows = rows.merged(false);
+        let (isa, groups) = (isa(), self.groups_as_rows(d));
+        let rows = rows.split(groups).merged(false);
         let NormalizeBackward { weight, bias, mut dweight, mut dbias, .. } = call;
-        if rows.count() == 0 {
+        if rows.count() == 0 || d == 0 {
             for mut gradient in dweight.into_iter().chain(dbias) {
                 gradient.fill_zero();
             }
             return Ok(());
         }
-        let (isa, stream, options) = (isa(), rows.stream(), *self);
-        let parameters = [weight, bias].into_iter().flatten();
-        let exactly = parameters.into_iter().any(|p| p.dtype().size() > rows.dtype().size());
-        with_real!(rows.dtype(), R => {
-            let factor = self.factor::<R>(weight, d);
-            let bias_len = bias.map_or(0, |_| d);
-            let bias = widened::<R>(bias, bias_len);
-            let (factor, bias) = (Reals::new(&factor[..d]), Reals::new(&bias[..bias_len]));
-            let run = |part: Part<'_, 5, 3, 2>, sums: &mut [R]| {
-                let sums = RealsMut::new(sums);
-                let kernel = Backward { options, with, factor, bias, part, stream, exactly, sums };
-                simd::run(isa, rows.dtype(), kernel);
-            };
-            if !with.dweight && !with.dbias {
-                rows.for_each_part(1, |part| run(part, &mut []));
-                return Ok(());
-            }
-            let groups = Groups::new(d, self.groups);
-            let len = groups.padded() * (with.dweight as usize + with.dbias as usize);
-            let mut sums = Scratch::<R>::zeros(len);
-            let sums = &mut sums[..len];
-            rows.sum_over_parts(1, sums, run);
-            let (dweight_sums, dbias_sums) =
-                sums.split_at_mut(if with.dweight { groups.padded() } else { 0 });
-            if let Some(dweight) = &mut dweight {
-                if self.scale != 1.0 {
-                    for sum in dweight_sums.iter_mut() {
-                        *sum = R::of(self.scale * sum.to_f64());
+        let (dtype, non_temporal) = (rows.dtype(), rows.non_temporal());
+        let (weight, bias_len) = (self.scaled_weight(weight, d), bias.map_or(0, |_| d));
+        let bias = widened_parameter(bias, bias_len);
+        let (weight, bias) = (&weight[..d], &bias[..bias_len]);
+        let run = |rows: TaskRows<'_, 5, 3, 2>, sums: &mut [Lane]| {
+            dispatch(isa, dtype, Backward { with, groups, weight, bias, rows, non_temporal, sums });
+        };
+        if !with.dweight && !with.dbias {
+            rows.for_each_task(groups, |rows| run(rows, &mut []));
+            return Ok(());
+        }
+        let len = param::lanes_len(groups, d / groups);
+        let mut sums = Scratch::<Lane>::zeros(len * (with.dweight as usize + with.dbias as usize));
+        rows.sum_over_tasks(groups, &mut sums, run);
+        let mut values = Scratch::<f32>::new(d);
+        let mut sums = sums.chunks_exact(len);
+        for (gradient, scale) in [(&mut dweight, self.scale), (&mut dbias, 1.0)] {
+            if let Some(gradient) = gradient {
+                let sums = sums.next().expect("there are sums for both");
+                param::rows_to_index_order(dtype, sums, groups, &mut values[..d]);
+                if scale != 1.0 {
+                    for value in &mut values[..d] {
+                        *value = (scale * f64::from(*value)) as f32;
                     }
                 }
-                groups.store(rows.dtype(), dweight_sums, dweight);
+                param::store(gradient, &values[..d]);
             }
-            if let Some(dbias) = &mut dbias {
-                groups.store(rows.dtype(), dbias_sums, dbias);
-            }
-        });
+        }
         Ok(())
     }
 
@@ -593,7 +584,7 @@ impl Normalize {
     fn checked_backward<'a>(
         &self,
         call: &mut NormalizeBackward<'a>,
-    ) -> Result<(Rows<'a, 5, 3, 2>, BackwardWith, usize)> {
+    ) -> Result<(Rows<'a, 5, 3, 2>, backward::With, usize)> {
         let &mut NormalizeBackward { grad, x, residual, gate, weight, bias, .. } = call;
         let &mut NormalizeBackward { rstd, mean, grad_residual_out, .. } = call;
         let (dx, dresidual, dgate) = (call.dx.take(), call.dresidual.take(), call.dgate.take());
@@ -606,7 +597,7 @@ impl Normalize {
             [("weight", weight), ("bias", bias), ("dweight", dweight_view), ("dbias", dbias_view)];
         for (name, view) in parameters {
             if let Some(view) = view {
-                parameter::check(NAME, name, view, d)?;
+                check_parameter(NAME, name, view, d)?;
             }
         }
         let given = |name, without| Err(Error::new(NAME, name, "is given", without));
@@ -635,18 +626,18 @@ impl Normalize {
             outputs.iter().filter_map(|(name, o)| Some((*name, o.as_ref()?.as_view()))).collect();
         written.extend(dweight_view.map(|view| ("dweight", view)));
         written.extend(dbias_view.map(|view| ("dbias", view)));
-        rows::disjoint(NAME, &inputs, &written)?;
+        disjoint(NAME, &inputs, &written)?;
         let kept = [("rstd", Some(rstd)), ("mean", mean)];
-        rows::disjoint(NAME, &kept, &written)?;
-        rows::disjoint(NAME, &[("weight", weight), ("bias", bias)], &written)?;
+        disjoint(NAME, &kept, &written)?;
+        disjoint(NAME, &[("weight", weight), ("bias", bias)], &written)?;
 
         let [dx, dresidual, dgate] = outputs.each_ref().map(|(_, view)| view.is_some());
-        let with = BackwardWith {
+        let with = backward::With {
             residual: residual.is_some(),
-            gate: self.gate_at(gate),
-            fused: None,
+            gate: gate.map(|_| (self.gate_position, self.gate_act)),
+            bias: bias.is_some(),
             center: self.center,
-            grad_sum: grad_residual_out.is_some(),
+            grad_residual_out: grad_residual_out.is_some(),
             dx,
             dresidual,
             dgate,
@@ -660,8 +651,8 @@ impl Normalize {
                 inputs,
                 outputs,
                 statistics_len: self.groups,
-                kept,
-                keeps: [],
+                saved: kept,
+                save: [],
                 input_len: [None; 5],
                 output_len: [None; 3],
             },
@@ -691,4 +682,13 @@ impl Normalize {
         })?;
         Ok(NormalizeGradients { dx, dweight })
     }
+}
+
+/// An optional parameter of `len` numbers, widened, in index order.
+fn widened_parameter(parameter: Option<View<'_>>, len: usize) -> Scratch<f32> {
+    let mut values = Scratch::new(len);
+    if let Some(parameter) = parameter {
+        param::widen(parameter, &mut values[..len]);
+    }
+    values
 }

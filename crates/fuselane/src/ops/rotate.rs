@@ -16,14 +16,13 @@
 //! Features that are in no rotated pair pass through, with the activation applied. Where d is odd,
 //! there are (d - 1) / 2 pairs, and with the half split the last feature is in none.
 
-use crate::dtype::{Element, Real};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::kernels::encode::Rotation;
 use crate::ops::angles::{Angles, Placement, Positions};
-use crate::ops::tokens::{self, Call, Encoding, FusedAct, Gradients, Pieces, TokenLayout};
-use crate::plan::{self, Pairs};
+use crate::ops::encode::{self, Call, FusedAct, Gradients, TokenLayout};
+use crate::plan;
 use crate::pool::Buffer;
-use crate::rows::{Grid, GridMut};
-use crate::simd::{Access, Lanes, MAX_LANES, Math, Memory};
 use crate::view::{View, ViewMut};
 
 /// Which features form a pair.
@@ -114,12 +113,15 @@ impl Rotate<'_> {
     /// [`Rotate::forward_into`] without type parameters, so that kernels are compiled once, in
     /// this crate, and not again in each that calls it.
     fn encode(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()> {
+        if x.dtype() == DType::F64 {
+            return self.forward_double(x, angles, o);
+        }
         let rotation = self.rotation_forward(x, angles)?;
-        tokens::forward(rotation, &self.call(angles, rotation.pairs), x, o)
+        encode::forward(rotation, &self.call(angles, rotation.pairs), x, o)
     }
 
     fn rotation_forward(&self, x: View<'_>, angles: Angles<'_>) -> Result<Rotation> {
-        let [_, _, _, d] = tokens::dimensions("rotate", "x", &x, self.layout)?;
+        let [_, _, _, d] = encode::dimensions("rotate", "x", &x, self.layout)?;
         self.rotation(angles, d)
     }
 
@@ -145,7 +147,7 @@ impl Rotate<'_> {
         mut o: ViewMut<'_>,
     ) -> Result<plan::Encoding> {
         let rotation = self.rotation_forward(x, angles)?;
-        tokens::check_forward(rotation, &self.call(angles, rotation.pairs), x, &mut o)
+        encode::check_forward(rotation, &self.call(angles, rotation.pairs), x, &mut o)
     }
 
     /// The rotated `x` in a buffer from the pool.
@@ -172,17 +174,20 @@ impl Rotate<'_> {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(&self, call: RotateBackward<'_>) -> Result<()> {
+        if call.grad.dtype() == DType::F64 {
+            return self.backward_double(call);
+        }
         let rotation = self.rotation_backward(&call)?;
         let RotateBackward { x, grad, angles, dx, dtheta } = call;
         let gradients = Gradients { x, grad, dx, dtheta };
-        tokens::backward(rotation, &self.call(angles, rotation.pairs), gradients)
+        encode::backward(rotation, &self.call(angles, rotation.pairs), gradients)
     }
 
     fn rotation_backward(&self, call: &RotateBackward<'_>) -> Result<Rotation> {
-        let [_, _, _, mut d] = tokens::dimensions("rotate", "grad", &call.grad, self.layout)?;
+        let [_, _, _, mut d] = encode::dimensions("rotate", "grad", &call.grad, self.layout)?;
         if let Some(x) = &call.x {
             // Where the two differ, grad is at fault, and not theta.
-            [.., d] = tokens::dimensions("rotate", "x", x, self.layout)?;
+            [.., d] = encode::dimensions("rotate", "x", x, self.layout)?;
         }
         self.rotation(call.angles, d)
     }
@@ -194,7 +199,7 @@ impl Rotate<'_> {
         let rotation = self.rotation_backward(&call)?;
         let RotateBackward { x, grad, angles, dx, dtheta } = call;
         let mut gradients = Gradients { x, grad, dx, dtheta };
-        tokens::check_backward(rotation, &self.call(angles, rotation.pairs), &mut gradients)
+        encode::check_backward(rotation, &self.call(angles, rotation.pairs), &mut gradients)
     }
 
     /// `dx` of [`Rotate::backward_into`] in a buffer from the pool.
@@ -259,343 +264,6 @@ impl Rotate<'_> {
         };
         Ok(Rotation { features: d, pairs, second })
     }
-}
-
-/// Which features turn: pair k is (k, k + second), or (2k, 2k + 1) where `second` is `None`.
-#[derive(Clone, Copy)]
-struct Rotation {
-    features: usize,
-    pairs: usize,
-    second: Option<usize>,
-}
-
-impl Rotation {
-    /// Where the pieces of a row of `d` features begin, and how long they are. With halves they
-    /// are the first ones of the pairs, the features in between, the second ones and the features
-    /// behind; else the pairs and the features behind.
-    #[inline(always)]
-    fn row(&self, d: usize) -> ([usize; 4], [usize; 4]) {
-        let pairs = self.pairs;
-        match self.second {
-            Some(second) => (
-                [0, pairs, second, second + pairs],
-                [pairs, second - pairs, pairs, d - second - pairs],
-            ),
-            None => ([0, 2 * pairs, d, d], [2 * pairs, d - 2 * pairs, 0, 0]),
-        }
-    }
-}
-
-impl Encoding for Rotation {
-    const OPERATOR: &'static str = "rotate";
-
-    fn output_len(&self, features: usize) -> usize {
-        features
-    }
-
-    fn pairs(&self) -> Option<Pairs> {
-        Some(Pairs { count: self.pairs, second: self.second })
-    }
-
-    fn pieces(&self, features: usize) -> Pieces {
-        Pieces::new(self.row(features).1)
-    }
-
-    #[inline(always)]
-    fn output_cuts(&self) -> [usize; 3] {
-        let [_, a, b, c] = self.row(self.features).0;
-        [a, b, c]
-    }
-
-    #[inline(always)]
-    fn angle_step(&self) -> usize {
-        if self.second.is_none() { 2 } else { 1 }
-    }
-
-    #[inline(always)]
-    fn forward<L, S, D>(
-        &self,
-        x: [Grid<'_, S::Number>; 4],
-        tables: [Grid<'_, L::Real>; 2],
-        o: [GridMut<'_, D::Number>; 4],
-        stream: bool,
-    ) -> L
-    where
-        S: Access<L>,
-        D: Access<L>,
-        L: Math,
-    {
-        turn::<L, S, D, false>(*self, x, tables, o, stream)
-    }
-
-    #[inline(always)]
-    fn backward<L, S, D>(
-        &self,
-        grad: [Grid<'_, S::Number>; 4],
-        tables: [Grid<'_, L::Real>; 2],
-        dx: [GridMut<'_, D::Number>; 4],
-        stream: bool,
-    ) where
-        S: Access<L>,
-        D: Access<L>,
-        L: Math,
-    {
-        turn::<L, S, D, true>(*self, grad, tables, dx, stream);
-    }
-
-    /// da = x'1 dx'2 - x'2 dx'1; for interleaved pairs at the even index, and negated at the odd
-    /// one, which nobody reads.
-    #[inline(always)]
-    fn angle_gradients<L, T>(
-        &self,
-        (y, g, starts): (&[L::Real], &[L::Real], [usize; 4]),
-        _grad: &[T],
-        _table: (&[L::Real], &[L::Real]),
-        sums: &mut [L::Real],
-    ) where
-        T: Element<Real = L::Real>,
-        L: Math + Memory<T> + Memory<<L as Lanes>::Real>,
-    {
-        let zero = Real::of(0.0);
-        if self.second.is_none() {
-            for i in (0..2 * self.pairs).step_by(L::N) {
-                let cross = L::get(y, i).mul(L::get(g, i).swap_pairs());
-                let sum: L = L::read(sums, i, zero);
-                sum.add(cross.sub(cross.swap_pairs())).write(sums, i, false);
-            }
-            return;
-        }
-        let (y2, g2) = (&y[starts[2]..], &g[starts[2]..]);
-        for i in (0..self.pairs).step_by(L::N) {
-            let turn = L::get(y2, i).neg_mul_add(L::get(g, i), L::get(y, i).mul(L::get(g2, i)));
-            let sum: L = L::read(sums, i, zero);
-            sum.add(turn).write(sums, i, false);
-        }
-    }
-}
-
-/// Turns the rows of a patch by their angles, or back.
-#[inline(always)]
-fn turn<L, S, D, const BACK: bool>(
-    rotation: Rotation,
-    [x1, x_between, x2, x_behind]: [Grid<'_, S::Number>; 4],
-    tables: [Grid<'_, L::Real>; 2],
-    [o1, o_between, o2, o_behind]: [GridMut<'_, D::Number>; 4],
-    stream: bool,
-) -> L
-where
-    S: Access<L>,
-    D: Access<L>,
-    L: Math,
-{
-    let mut noted = if rotation.second.is_some() {
-        turn_halves::<L, S, D, BACK>(rotation.pairs, [x1, x2], tables, [o1, o2], stream)
-    } else {
-        turn_neighbours::<L, S, D, BACK>(2 * rotation.pairs, x1, tables, o1, stream)
-    };
-    for (x, mut o) in [x_between, x_behind].into_iter().zip([o_between, o_behind]) {
-        for m in 0..x.entries() {
-            noted = pass::<L, S, D>(x.entry(m), o.entry(m), noted, stream);
-        }
-    }
-    noted
-}
-
-/// Pairs whose first and second features lie in two pieces.
-#[inline(always)]
-fn turn_halves<L, S, D, const BACK: bool>(
-    pairs: usize,
-    [x1, x2]: [Grid<'_, S::Number>; 2],
-    [cos, sin]: [Grid<'_, L::Real>; 2],
-    [o1, o2]: [GridMut<'_, D::Number>; 2],
-    stream: bool,
-) -> L
-where
-    S: Access<L>,
-    D: Access<L>,
-    L: Math,
-{
-    let whole = S::whole(pairs);
-    let [[o1, mut o1_end], [o2, mut o2_end]] = [o1.split_at(whole), o2.split_at(whole)];
-    // The choice is made outside of the loop, which then needs no more registers than there are.
-    let lines = L::MANY_REGISTERS && (D::REGISTERS || stream) && o1.has_lines() && o2.has_lines();
-    let mut noted = if lines {
-        turn_blocks::<L, S, D, BACK, true, 2>([x1, x2], [cos, sin], [o1, o2], !D::REGISTERS)
-    } else if stream && !D::REGISTERS && o1.is_aligned() && o2.is_aligned() {
-        turn_blocks::<L, S, D, BACK, true, 1>([x1, x2], [cos, sin], [o1, o2], true)
-    } else {
-        turn_blocks::<L, S, D, BACK, false, 1>([x1, x2], [cos, sin], [o1, o2], stream)
-    };
-    if whole == pairs {
-        return noted;
-    }
-    let [tokens, heads] = x1.rows();
-    for m in 0..x1.entries() {
-        let (x1, x2) = (x1.entry(m), x2.entry(m));
-        let (mut o1_end, mut o2_end) = (o1_end.entry(m), o2_end.entry(m));
-        for i in 0..tokens {
-            for j in 0..heads {
-                for k in (whole..pairs).step_by(L::N) {
-                    let angle = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
-                    noted = S::note(x2.row(i, j), k, S::note(x1.row(i, j), k, noted));
-                    let x = (S::read(x1.row(i, j), k), S::read(x2.row(i, j), k));
-                    let (a, b) = turned::<L, BACK>(x, angle);
-                    D::write(a, o1_end.row(i, j), k - whole, false);
-                    D::write(b, o2_end.row(i, j), k - whole, false);
-                }
-            }
-        }
-    }
-    noted
-}
-
-/// The whole blocks of pairs in two pieces, in groups of `K`; see [`GridMut::has_lines`].
-#[inline(always)]
-fn turn_blocks<L, S, D, const BACK: bool, const ALIGNED: bool, const K: usize>(
-    [x1, x2]: [Grid<'_, S::Number>; 2],
-    [cos, sin]: [Grid<'_, L::Real>; 2],
-    [mut o1, mut o2]: [GridMut<'_, D::Number>; 2],
-    stream: bool,
-) -> L
-where
-    S: Access<L>,
-    D: Access<L>,
-    L: Math,
-{
-    let mut noted = L::splat(Real::of(0.0));
-    if L::N != MAX_LANES {
-        return noted;
-    }
-    let [tokens, heads] = x1.rows();
-    // Known before the loops, so that a row has little to find out.
-    let groups = o1.len() / (K * MAX_LANES);
-    let zero = L::splat(Real::of(0.0));
-    for i in 0..tokens {
-        for j in 0..heads {
-            let (cos, sin) = (&cos.groups::<K>(i, j)[..groups], &sin.groups::<K>(i, j)[..groups]);
-            for m in 0..x1.entries() {
-                let (a, b) = (x1.entry(m).groups::<K>(i, j), x2.entry(m).groups::<K>(i, j));
-                let (a, b) = (&a[..groups], &b[..groups]);
-                let (mut o1, mut o2) = (o1.entry(m), o2.entry(m));
-                let (o1, o2) = (o1.groups::<ALIGNED, K>(i, j), o2.groups::<ALIGNED, K>(i, j));
-                let (o1, o2) = (&mut o1[..groups], &mut o2[..groups]);
-                // In a loop of its own, as the other one needs all registers.
-                for k in 0..groups {
-                    for k2 in 0..K {
-                        noted = S::note(&b[k][k2], 0, S::note(&a[k][k2], 0, noted));
-                    }
-                }
-                for k in 0..groups {
-                    if !S::REGISTERS {
-                        x1.prefetch_block::<L>(&a[k][0]);
-                        x2.prefetch_block::<L>(&b[k][0]);
-                    }
-                    let (mut first, mut second) = ([zero; K], [zero; K]);
-                    for k2 in 0..K {
-                        let angle = (L::get(&cos[k][k2], 0), L::get(&sin[k][k2], 0));
-                        let x = (S::read(&a[k][k2], 0), S::read(&b[k][k2], 0));
-                        (first[k2], second[k2]) = turned::<L, BACK>(x, angle);
-                    }
-                    D::write_blocks(first, o1[k].as_flattened_mut(), 0, stream);
-                    D::write_blocks(second, o2[k].as_flattened_mut(), 0, stream);
-                }
-            }
-        }
-    }
-    noted
-}
-
-/// Pairs of neighbours, in `len` features.
-#[inline(always)]
-fn turn_neighbours<L, S, D, const BACK: bool>(
-    len: usize,
-    x: Grid<'_, S::Number>,
-    [cos, sin]: [Grid<'_, L::Real>; 2],
-    o: GridMut<'_, D::Number>,
-    stream: bool,
-) -> L
-where
-    S: Access<L>,
-    D: Access<L>,
-    L: Math,
-{
-    let whole = S::whole(len);
-    let [mut o, mut o_end] = o.split_at(whole);
-    let mut noted = L::splat(Real::of(0.0));
-    let [tokens, heads] = x.rows();
-    for i in 0..tokens {
-        for j in 0..heads {
-            for m in 0..x.entries() {
-                let (x, mut o, mut o_end) = (x.entry(m), o.entry(m), o_end.entry(m));
-                if !S::REGISTERS {
-                    x.prefetch_next::<L>(i, j);
-                }
-                if L::N == MAX_LANES {
-                    let table = cos.blocks(i, j).iter().zip(sin.blocks(i, j));
-                    let blocks = x.blocks(i, j).iter().zip(table).zip(o.blocks(i, j));
-                    for ((x, (cos, sin)), o) in blocks {
-                        noted = S::note(x, 0, noted);
-                        let angle = (L::get(cos, 0), L::get(sin, 0));
-                        D::write(turned_pairs::<L, BACK>(S::read(x, 0), angle), o, 0, stream);
-                    }
-                }
-                for k in (whole..len).step_by(L::N) {
-                    let angle = (L::get(cos.row(i, j), k), L::get(sin.row(i, j), k));
-                    noted = S::note(x.row(i, j), k, noted);
-                    let turned = turned_pairs::<L, BACK>(S::read(x.row(i, j), k), angle);
-                    D::write(turned, o_end.row(i, j), k - whole, false);
-                }
-            }
-        }
-    }
-    noted
-}
-
-/// Features that pass through.
-#[inline(always)]
-fn pass<L, S, D>(
-    x: Grid<'_, S::Number>,
-    mut o: GridMut<'_, D::Number>,
-    mut noted: L,
-    stream: bool,
-) -> L
-where
-    S: Access<L>,
-    D: Access<L>,
-    L: Math,
-{
-    // One of the two may be scratch, with whole blocks.
-    let (len, [tokens, heads]) = (x.len().min(o.len()), x.rows());
-    if len == 0 {
-        return noted;
-    }
-    for i in 0..tokens {
-        for j in 0..heads {
-            x.prefetch_next::<L>(i, j);
-            for at in (0..len).step_by(L::N) {
-                noted = S::note(x.row(i, j), at, noted);
-                D::write(S::read(x.row(i, j), at), o.row(i, j), at, stream);
-            }
-        }
-    }
-    noted
-}
-
-/// Both of a block of pairs, turned or turned back.
-#[inline(always)]
-fn turned<L: Lanes, const BACK: bool>((x1, x2): (L, L), (cos, sin): (L, L)) -> (L, L) {
-    if BACK {
-        (x1.mul_add(cos, x2.mul(sin)), x1.neg_mul_add(sin, x2.mul(cos)))
-    } else {
-        (x2.neg_mul_add(sin, x1.mul(cos)), x1.mul_add(sin, x2.mul(cos)))
-    }
-}
-
-/// Interleaved pairs, turned or turned back: each cosine stands twice, and each sine once negated.
-#[inline(always)]
-fn turned_pairs<L: Lanes, const BACK: bool>(x: L, (cos, sin): (L, L)) -> L {
-    let across = x.swap_pairs();
-    if BACK { across.neg_mul_add(sin, x.mul(cos)) } else { across.mul_add(sin, x.mul(cos)) }
 }
 
 #[cfg(test)]

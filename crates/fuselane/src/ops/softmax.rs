@@ -11,41 +11,40 @@
 //! The dimension is the last one (features) or any other (a sequence); no view is transposed and
 //! no second tensor is made.
 //!
-//! **Over the last dimension** a row is read once. Its exponentials are kept in a few KiB of
-//! scratch while their sum is formed, then scaled and written. Rows beyond `KEEP` elements are
-//! read again instead. Short rows go a few at a time, so that the sums and divisions of one
-//! row run behind the exponentials of the next.
+//! **Over the last dimension** a row is read once. Its exponentials are kept in scratch while their
+//! sum is formed, then scaled and written. Short rows go a few at a time, so that the sums and
+//! divisions of one row run behind the exponentials of the next.
 //!
 //! **Over another dimension** the tensor is cut into tiles of some columns. All rows of a tile are
 //! read for the columns' maxima and sums, then again (from the cache, where the tile fits) for the
-//! output. The sums are formed while the maxima still rise: see `column_statistics`.
+//! output.
 //!
-//! The sums add `CHUNK` blocks (or `CHUNK_ROWS` rows) as lanes, and the sums of these chunks in
-//! double precision (or with compensation), so that an error does not grow with the length. Their
-//! order depends on the length, and on whether the dimension is the innermost one in memory.
+//! The sums add chunks of elements (or rows) as lanes, and the sums of these chunks in double
+//! precision (or with compensation), so that an error does not grow with the length. Their order
+//! depends on the length, and on whether the dimension is the innermost one in memory.
+//!
+//! In formats of 16 bits, there is no maximum to look for where all elements are near 0: see
+//! `kernels::softmax`.
 //!
 //! A NaN, or a plus infinity, makes its row NaN. A row of nothing but minus infinity is NaN, as in
 //! PyTorch, unless [`Softmax::zero_masked_rows`] is set. The maximum need not see a NaN for that:
 //! the sum does.
 
-mod blocks;
-mod columns;
-mod rows;
 #[cfg(test)]
 mod tests;
 
 use super::contiguous_last;
 use crate::error::{Error, Result};
+use crate::exec::operands::{Named, Operands};
+use crate::exec::rows::Rows;
+use crate::kernels::softmax::{
+    BackwardColumns, BackwardColumnsFromInput, BackwardRows, BackwardRowsFromInput, ForwardColumns,
+    ForwardLogRows, ForwardRows, Log, Plain, Task,
+};
 use crate::pool::Buffer;
-use crate::rows::{Named, Operands, Part, Rows};
-use crate::simd::{self, Kernel, Lanes, Math, Memory};
+use crate::simd::dispatch;
 use crate::view::{View, ViewMut};
-use crate::{Element, isa};
-use columns::{columns_from_input, columns_from_output, forward_columns};
-use rows::{forward_rows, rows_from_input, rows_from_output};
-
-pub(crate) use columns::column_statistics;
-pub(crate) use rows::exp_row;
+use crate::{DType, isa};
 
 /// Softmax over dimension `dim`.
 ///
@@ -73,17 +72,12 @@ impl Default for Softmax {
     }
 }
 
-/// The most elements whose exponentials are kept in scratch.
-const KEEP: usize = 16384;
 /// The most bytes in a row of a column tile, and the least: shorter ones cost more than what a tile
 /// that leaves the second-level cache does. (At 8,192 rows, tiles of 64 bytes took half as long
 /// again forward.) Only for want of tasks they are as short as a cache line.
 const TILE_ROW: usize = 512;
 const LEAST_ROW: usize = 256;
 const LINE: usize = 64;
-/// The most that elements may be off 0 for their exponentials to be taken as they are: sums of
-/// many, and their inverses, then stay well within f32.
-pub(crate) const NEAR: f32 = 60.0;
 
 impl Softmax {
     /// Softmax over dimension `dim`, where -1 is the last.
@@ -113,14 +107,16 @@ impl Softmax {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn forward_into(&self, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
+        if x.dtype() == DType::F64 {
+            return self.forward_double(x, o);
+        }
         let rows = self.checked([("x", x)], ("o", o))?.cut();
         let (isa, dtype) = (isa(), rows.rows.dtype());
-        rows.for_each_task(self, |task| match (task.columns, self.log, task.n <= KEEP) {
-            (false, false, true) => simd::run(isa, dtype, ForwardRows::<false, true>(task)),
-            (false, false, false) => simd::run(isa, dtype, ForwardRows::<false, false>(task)),
-            (false, true, _) => simd::run(isa, dtype, ForwardRows::<true, false>(task)),
-            (true, false, _) => simd::run(isa, dtype, ForwardColumns::<false>(task)),
-            (true, true, _) => simd::run(isa, dtype, ForwardColumns::<true>(task)),
+        rows.for_each_task(self, |task| match (rows.columns, self.log) {
+            (false, false) => dispatch(isa, dtype, ForwardRows(task)),
+            (false, true) => dispatch(isa, dtype, ForwardLogRows(task)),
+            (true, false) => dispatch(isa, dtype, ForwardColumns(task, Plain)),
+            (true, true) => dispatch(isa, dtype, ForwardColumns(task, Log)),
         });
         Ok(())
     }
@@ -166,13 +162,16 @@ impl Softmax {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(&self, o: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+        if o.dtype() == DType::F64 {
+            return self.backward_double(o, grad, dx);
+        }
         let rows = self.checked([("o", o), ("grad", grad)], ("dx", dx))?.cut();
         let (isa, dtype) = (isa(), rows.rows.dtype());
-        rows.for_each_task(self, |task| match (task.columns, self.log) {
-            (false, false) => simd::run(isa, dtype, RowsFromOutput::<false>(task)),
-            (false, true) => simd::run(isa, dtype, RowsFromOutput::<true>(task)),
-            (true, false) => simd::run(isa, dtype, ColumnsFromOutput::<false>(task)),
-            (true, true) => simd::run(isa, dtype, ColumnsFromOutput::<true>(task)),
+        rows.for_each_task(self, |task| match (rows.columns, self.log) {
+            (false, false) => dispatch(isa, dtype, BackwardRows(task, Plain)),
+            (false, true) => dispatch(isa, dtype, BackwardRows(task, Log)),
+            (true, false) => dispatch(isa, dtype, BackwardColumns(task, Plain)),
+            (true, true) => dispatch(isa, dtype, BackwardColumns(task, Log)),
         });
         Ok(())
     }
@@ -214,13 +213,16 @@ impl Softmax {
         grad: View<'_>,
         dx: ViewMut<'_>,
     ) -> Result<()> {
+        if x.dtype() == DType::F64 {
+            return self.backward_double_from_input(x, grad, dx);
+        }
         let rows = self.checked([("x", x), ("grad", grad)], ("dx", dx))?.cut();
         let (isa, dtype) = (isa(), rows.rows.dtype());
-        rows.for_each_task(self, |task| match (task.columns, self.log) {
-            (false, false) => simd::run(isa, dtype, RowsFromInput::<false>(task)),
-            (false, true) => simd::run(isa, dtype, RowsFromInput::<true>(task)),
-            (true, false) => simd::run(isa, dtype, ColumnsFromInput::<false>(task)),
-            (true, true) => simd::run(isa, dtype, ColumnsFromInput::<true>(task)),
+        rows.for_each_task(self, |task| match (rows.columns, self.log) {
+            (false, false) => dispatch(isa, dtype, BackwardRowsFromInput(task, Plain)),
+            (false, true) => dispatch(isa, dtype, BackwardRowsFromInput(task, Log)),
+            (true, false) => dispatch(isa, dtype, BackwardColumnsFromInput(task, Plain)),
+            (true, true) => dispatch(isa, dtype, BackwardColumnsFromInput(task, Log)),
         });
         Ok(())
     }
@@ -310,7 +312,7 @@ impl<'a, const I: usize> Checked<'a, I> {
         let rows = rows.widened(dim);
         let outer = rows.count() / n.max(1);
         let width = tile_width(n, rows.input_len(0), outer, rows.dtype().size(), I);
-        Along { rows: rows.columns(dim, width), n, width, columns: true }
+        Along { rows: rows.column_tiles(dim, width), n, width, columns: true }
     }
 }
 
@@ -329,9 +331,9 @@ impl<const I: usize> Along<'_, I> {
     /// Calls `work` with the tasks that the call is cut into.
     fn for_each_task(&self, options: &Softmax, work: impl Fn(Task<'_, I>) + Sync) {
         let &Self { n, width, columns, .. } = self;
-        let stream = self.rows.stream();
-        self.rows.for_each_part(if columns { n } else { 1 }, |part| {
-            work(Task { options: *options, part, n, width, columns, stream });
+        let (zero_masked, non_temporal) = (options.zero_masked_rows, self.rows.non_temporal());
+        self.rows.for_each_task(if columns { n } else { 1 }, |rows| {
+            work(Task { rows, n, width, zero_masked, non_temporal });
         });
     }
 }
@@ -352,21 +354,11 @@ fn arrange<'a, const I: usize>(
     contiguous_last(inputs, output)
 }
 
-/// What one thread does: all of some rows, or of some column tiles.
-struct Task<'r, const I: usize> {
-    options: Softmax,
-    part: Part<'r, I, 1>,
-    n: usize,
-    width: usize,
-    columns: bool,
-    stream: bool,
-}
-
 /// The columns in a tile, for `outer` tensors of `n` rows of elements of `size` bytes: few enough for
 /// the tile to stay in the second-level cache between its two readings, unless its rows would be too
 /// short to read well, and for every thread to have some tiles. No result depends on it.
 fn tile_width(n: usize, columns: usize, outer: usize, size: usize, inputs: usize) -> usize {
-    let tasks = 4 * crate::parallel::current_threads();
+    let tasks = 4 * crate::exec::parallel::current_threads();
     // Half of a cache: the other half is for what is asked for ahead, and for others. (Of 1 MiB, an
     // eighth took a fifth longer forward and a third longer backward.)
     let most = crate::machine::second_level_cache_bytes() / 2;
@@ -378,33 +370,4 @@ fn tile_width(n: usize, columns: usize, outer: usize, size: usize, inputs: usize
         width /= 2;
     }
     width
-}
-
-/// Declares kernels, one for each form of the operator, so that each is compiled by itself.
-macro_rules! kernels {
-    ($($name:ident<$inputs:literal $(, $constant:ident)*> = $function:ident;)*) => {
-        $(
-            struct $name<'r $(, const $constant: bool)*>(Task<'r, $inputs>);
-
-            impl<$(const $constant: bool),*> Kernel for $name<'_ $(, $constant)*> {
-                #[inline(always)]
-                fn run<L, T>(self)
-                where
-                    T: Element,
-                    L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
-                {
-                    $function::<L, T $(, $constant)*>(self.0);
-                }
-            }
-        )*
-    };
-}
-
-kernels! {
-    ForwardRows<1, LOG, KEPT> = forward_rows;
-    ForwardColumns<1, LOG> = forward_columns;
-    RowsFromOutput<2, LOG> = rows_from_output;
-    ColumnsFromOutput<2, LOG> = columns_from_output;
-    RowsFromInput<2, LOG> = rows_from_input;
-    ColumnsFromInput<2, LOG> = columns_from_input;
 }

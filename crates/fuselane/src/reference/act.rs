@@ -104,12 +104,35 @@ pub fn backward(act: Act, x: f64, grad: f64) -> f64 {
     }
 }
 
+/// `dx` from the output `o` of the forward, for those that can do without x:
+///
+/// ```text
+/// none     do
+/// relu     do where o > 0, 0 where o <= 0
+/// sigmoid  do (o - o^2)
+/// tanh     do (1 - o^2)
+/// ```
+///
+/// # Panics
+///
+/// For all others.
+pub fn backward_from_output(act: Act, o: f64, grad: f64) -> f64 {
+    match act {
+        Act::None | Act::Relu => backward(act, o, grad),
+        Act::Sigmoid => grad * (o - o * o),
+        Act::Tanh => grad * (1.0 - o * o),
+        _ => panic!("the backward of {act} needs x"),
+    }
+}
+
 /// The two terms of the slopes that can cancel.
 fn slope_terms(act: Act, x: f64) -> (f64, f64) {
     match act {
         Act::Silu => (sigmoid(x), x * sigmoid(x) * sigmoid(-x)),
         Act::Gelu => (normal_cdf(x), x * (-x * x / 2.0).exp() / (2.0 * PI).sqrt()),
         Act::GeluTanh => {
+            // The second term is 0 long before x^2 overflows.
+            let x = if x.is_finite() { x.clamp(-64.0, 64.0) } else { x };
             let u = gelu_tanh_inner(x);
             let du = (2.0 / PI).sqrt() * (1.0 + 3.0 * 0.044715 * x * x);
             (sigmoid(2.0 * u), x * sigmoid(2.0 * u) * sigmoid(-2.0 * u) * 2.0 * du)

@@ -139,6 +139,25 @@ impl<'a> Angles<'a> {
         row * frequencies + j % frequencies
     }
 
+    /// Calls `f` with each angle of each token and head, the angles of one head one after the other.
+    pub(super) fn for_each(&self, mut f: impl FnMut(Angle)) {
+        let [b, n, h, _] = self.input.dims;
+        for batch in 0..b {
+            for token in 0..n {
+                for head in 0..h {
+                    for j in 0..self.count {
+                        f(Angle {
+                            at: [(batch * n + token) * h + head, j],
+                            value: self.angle(batch, token, head, j),
+                            coordinate: self.coordinate(batch, token, j),
+                            theta_index: self.theta_index(head, j),
+                        });
+                    }
+                }
+            }
+        }
+    }
+
     /// Angle `j`.
     pub fn angle(&self, batch: usize, token: usize, head: usize, j: usize) -> f64 {
         let coordinate = self.coordinate(batch, token, j);
@@ -148,6 +167,16 @@ impl<'a> Angles<'a> {
             _ => f64::from(coordinate as f32 * theta as f32),
         }
     }
+}
+
+/// One angle of one token and head.
+pub(super) struct Angle {
+    /// The row of features that it belongs to, and which of the row's angles it is.
+    pub(super) at: [usize; 2],
+    pub(super) value: f64,
+    /// Its factors: the token's coordinate, and where in theta the frequency is.
+    pub(super) coordinate: f64,
+    pub(super) theta_index: usize,
 }
 
 /// The number of axes that share the angles: those of the grid, or the line that tokens stand on.

@@ -1,6 +1,6 @@
 //! Cosine encoding: features times the cosines and times the sines of position angles.
 
-use super::angles::{Angles, Gradients, Input};
+use super::angles::{Angle, Angles, Gradients, Input};
 use super::fused_act;
 use crate::ops::cosine::Cosine;
 
@@ -33,9 +33,9 @@ use crate::ops::cosine::Cosine;
 pub fn forward(options: &Cosine, input: &Input) -> Vec<f64> {
     let activated = fused_act::forward(options.act, input.x, input.dims, options.sequences);
     let mut o = vec![0.0; 2 * input.x.len()];
-    for_each_feature(options, input, |feature| {
-        o[feature.cosine] = activated[feature.x] * feature.angle.cos();
-        o[feature.sine] = activated[feature.x] * feature.angle.sin();
+    for_each_feature(options, input, |at, Angle { value: angle, .. }| {
+        o[at.cosine] = activated[at.x] * angle.cos();
+        o[at.sine] = activated[at.x] * angle.sin();
     });
     o
 }
@@ -57,12 +57,12 @@ pub fn backward(options: &Cosine, input: &Input, grad: &[f64]) -> Gradients {
     let activated = fused_act::forward(options.act, input.x, input.dims, options.sequences);
     let mut dactivated = vec![0.0; input.x.len()];
     let mut dtheta = vec![0.0; input.theta.len()];
-    for_each_feature(options, input, |feature| {
-        let (cos, sin) = (feature.angle.cos(), feature.angle.sin());
-        let (do_cos, do_sin) = (grad[feature.cosine], grad[feature.sine]);
-        dactivated[feature.x] = do_cos * cos + do_sin * sin;
-        let dangle = activated[feature.x] * (-do_cos * sin + do_sin * cos);
-        dtheta[feature.theta_index] += feature.coordinate * dangle;
+    for_each_feature(options, input, |at, angle| {
+        let (cos, sin) = (angle.value.cos(), angle.value.sin());
+        let (do_cos, do_sin) = (grad[at.cosine], grad[at.sine]);
+        dactivated[at.x] = do_cos * cos + do_sin * sin;
+        let dangle = activated[at.x] * (-do_cos * sin + do_sin * cos);
+        dtheta[angle.theta_index] += angle.coordinate * dangle;
     });
     let dx = fused_act::backward(options.act, input.x, &dactivated, input.dims, options.sequences);
     Gradients { dx, dtheta }
@@ -78,9 +78,9 @@ pub fn forward_magnitude(options: &Cosine, input: &Input) -> Vec<f64> {
     let activated =
         fused_act::forward_magnitude(options.act, input.x, input.dims, options.sequences);
     let mut o = vec![0.0; 2 * input.x.len()];
-    for_each_feature(options, input, |feature| {
-        o[feature.cosine] = activated[feature.x];
-        o[feature.sine] = activated[feature.x];
+    for_each_feature(options, input, |at, _| {
+        o[at.cosine] = activated[at.x];
+        o[at.sine] = activated[at.x];
     });
     o
 }
@@ -92,58 +92,36 @@ pub fn forward_magnitude(options: &Cosine, input: &Input) -> Vec<f64> {
 /// sum of |coordinate x'| (|do_cos| + |do_sin|)  for theta
 /// ```
 pub fn backward_magnitude(options: &Cosine, input: &Input, grad: &[f64]) -> Gradients {
-    let activated =
-        fused_act::forward_magnitude(options.act, input.x, input.dims, options.sequences);
+    let Input { x, dims, .. } = *input;
+    let activated = fused_act::forward_magnitude(options.act, x, dims, options.sequences);
     let mut dactivated = vec![0.0; input.x.len()];
     let mut dtheta = vec![0.0; input.theta.len()];
-    for_each_feature(options, input, |feature| {
-        let sum = grad[feature.cosine].abs() + grad[feature.sine].abs();
-        dactivated[feature.x] = sum;
-        let dangle = activated[feature.x] * sum;
-        dtheta[feature.theta_index] += feature.coordinate.abs() * dangle;
+    for_each_feature(options, input, |at, angle| {
+        let sum = grad[at.cosine].abs() + grad[at.sine].abs();
+        dactivated[at.x] = sum;
+        let dangle = activated[at.x] * sum;
+        dtheta[angle.theta_index] += angle.coordinate.abs() * dangle;
     });
-    let dx = fused_act::backward_magnitude(
-        options.act,
-        input.x,
-        &dactivated,
-        input.dims,
-        options.sequences,
-    );
+    let dx = fused_act::backward_magnitude(options.act, x, &dactivated, dims, options.sequences);
     Gradients { dx, dtheta }
 }
 
-/// One feature of one token and head.
-struct Feature {
-    /// Where it is in x, and where its products are in o.
+/// Where a feature is in x, and where its two products are in o.
+struct Places {
     x: usize,
     cosine: usize,
     sine: usize,
-    angle: f64,
-    /// The factors of the angle: the token's coordinate, and where in theta the frequency is.
-    coordinate: f64,
-    theta_index: usize,
 }
 
-fn for_each_feature(options: &Cosine, input: &Input, mut f: impl FnMut(Feature)) {
-    let [b, n, h, d] = input.dims;
-    let angles = Angles::new(input, d, &options.positions, options.extra_tokens, options.sequences);
-    for batch in 0..b {
-        for token in 0..n {
-            for head in 0..h {
-                let row = (batch * n + token) * h + head;
-                for j in 0..d {
-                    f(Feature {
-                        x: row * d + j,
-                        cosine: row * 2 * d + j,
-                        sine: row * 2 * d + d + j,
-                        angle: angles.angle(batch, token, head, j),
-                        coordinate: angles.coordinate(batch, token, j),
-                        theta_index: angles.theta_index(head, j),
-                    });
-                }
-            }
-        }
-    }
+/// Calls `f` for each feature with its places and its angle.
+fn for_each_feature(options: &Cosine, input: &Input, mut f: impl FnMut(Places, Angle)) {
+    let &Cosine { ref positions, extra_tokens, sequences, .. } = options;
+    let [.., d] = input.dims;
+    Angles::new(input, d, positions, extra_tokens, sequences).for_each(|angle| {
+        let Angle { at: [row, j], .. } = angle;
+        let (x, cosine, sine) = (row * d + j, row * 2 * d + j, row * 2 * d + d + j);
+        f(Places { x, cosine, sine }, angle);
+    });
 }
 
 #[cfg(test)]
@@ -151,47 +129,27 @@ mod tests {
     use std::f64::consts::FRAC_PI_2;
 
     use super::super::Random;
-    use super::super::checks::{
-        assert_close, check_gradient, check_magnitude, dot, fused_acts, smooth_values,
-    };
+    use super::super::checks::{PLACEMENTS, assert_close, check_encoding, fused_acts};
     use super::*;
     use crate::dtype::DType;
     use crate::ops::angles::Positions;
 
     /// Every gradient of one call against the differences of its forward.
     fn check(options: &Cosine, dims: [usize; 4], theta_dims: [usize; 2], random: &mut Random) {
-        let what = format!("{options:?} {dims:?} theta {theta_dims:?}");
-        let count = dims.iter().product();
-        let x = smooth_values(random, count);
-        let theta = random.uniforms(theta_dims.iter().product(), 0.1, 1.0);
-        let grad = random.normals(2 * count);
-        let input = Input { x: &x, dims, theta: &theta, theta_dims, dtype: DType::F64 };
-        let Gradients { dx, dtheta } = backward(options, &input, &grad);
-        let loss = |input: &Input| dot(&grad, &forward(options, input));
-        check_gradient(&what, &x, &dx, |x| loss(&Input { x, ..input }));
-        check_gradient(&what, &theta, &dtheta, |theta| loss(&Input { theta, ..input }));
-        check_magnitude(&what, &forward(options, &input), &forward_magnitude(options, &input));
-        let magnitude = backward_magnitude(options, &input, &grad);
-        check_magnitude(&what, &dx, &magnitude.dx);
-        check_magnitude(&what, &dtheta, &magnitude.dtheta);
+        let dims = (dims, 2 * dims[3], theta_dims);
+        check_encoding(
+            (options, dims),
+            random,
+            [&forward, &forward_magnitude],
+            [&backward, &backward_magnitude],
+        );
     }
 
     #[test]
     fn gradients_are_the_differences() {
         let mut random = Random::new(9);
-        let given = [3, -1, 4, 1, 5, -9, 2, 6, 5, 3, 5, 8];
-        let packed: Option<&[usize]> = Some(&[0, 2, 2, 6]);
         for act in fused_acts() {
-            for (positions, extra_tokens, sequences) in [
-                (Positions::From(2), 0, None),
-                (Positions::From(2), 1, packed),
-                (Positions::PerToken(&given[..6]), 0, packed),
-                (Positions::PerBatch(&given), 2, None),
-                (Positions::Grid(&[6]), 0, None),
-                (Positions::Grid(&[2, 2]), 2, None),
-                (Positions::Grid(&[1, 3, 2]), 0, None),
-                (Positions::Grid(&[1, 2]), 1, Some(&[0, 3, 6])),
-            ] {
+            for (positions, extra_tokens, sequences) in PLACEMENTS {
                 let options =
                     Cosine { act, positions, extra_tokens, sequences, ..Cosine::default() };
                 let e = 3usize.div_ceil(super::super::angles::axes(&positions));

@@ -4,26 +4,18 @@
 //! batch entry, head and feature, and over each packed sequence by itself.
 
 use super::{act, softmax};
+use crate::ops::act::Act;
+use crate::ops::encode::FusedAct;
 use crate::ops::softmax::Softmax;
-use crate::ops::tokens::FusedAct;
 
 /// `x' = act(x)`. `sequences` are the ends of packed sequences, as in `cu_seqlens`.
 ///
 /// # Panics
 ///
 /// Where the length of `x` is not the product of `dims`, or `sequences` does not rise from 0 to n.
-pub fn forward(
-    act: FusedAct,
-    x: &[f64],
-    dims: [usize; 4],
-    sequences: Option<&[usize]>,
-) -> Vec<f64> {
-    match act {
-        FusedAct::Elementwise(act) => x.iter().map(|&x| act::forward(act, x)).collect(),
-        _ => map_softmaxes(act, [x], dims, sequences, |[x], dims| {
-            softmax::forward(&Softmax::default(), x, dims)
-        }),
-    }
+pub fn forward(act: FusedAct, x: &[f64], dims: [usize; 4], sequences: Sequences) -> Vec<f64> {
+    let softmax = |[x]: [&[f64]; 1], dims| softmax::forward(&Softmax::default(), x, dims);
+    apply(act, [x], dims, sequences, |act, [x]| act::forward(act, x), softmax)
 }
 
 /// What an error of [`forward`] is measured by: `|x'|`, or [`softmax::forward_magnitude`].
@@ -31,14 +23,10 @@ pub fn forward_magnitude(
     act: FusedAct,
     x: &[f64],
     dims: [usize; 4],
-    sequences: Option<&[usize]>,
+    sequences: Sequences,
 ) -> Vec<f64> {
-    match act {
-        FusedAct::Elementwise(act) => x.iter().map(|&x| act::forward(act, x).abs()).collect(),
-        _ => map_softmaxes(act, [x], dims, sequences, |[x], dims| {
-            softmax::forward_magnitude(&Softmax::default(), x, dims)
-        }),
-    }
+    let softmax = |[x]: [&[f64]; 1], dims| softmax::forward_magnitude(&Softmax::default(), x, dims);
+    apply(act, [x], dims, sequences, |act, [x]| act::forward(act, x).abs(), softmax)
 }
 
 /// dx from `grad`, the gradient of x'.
@@ -51,17 +39,12 @@ pub fn backward(
     x: &[f64],
     grad: &[f64],
     dims: [usize; 4],
-    sequences: Option<&[usize]>,
+    sequences: Sequences,
 ) -> Vec<f64> {
-    assert_eq!(x.len(), grad.len(), "elements of x and of the gradient");
-    match act {
-        FusedAct::Elementwise(act) => {
-            x.iter().zip(grad).map(|(&x, &grad)| act::backward(act, x, grad)).collect()
-        }
-        _ => map_softmaxes(act, [x, grad], dims, sequences, |[x, grad], dims| {
-            softmax::backward_from_input(&Softmax::default(), x, grad, dims)
-        }),
-    }
+    let elementwise = |act, [x, grad]: [f64; 2]| act::backward(act, x, grad);
+    apply(act, [x, grad], dims, sequences, elementwise, |[x, grad], dims| {
+        softmax::backward_from_input(&Softmax::default(), x, grad, dims)
+    })
 }
 
 /// The sum of the absolute terms of [`backward`], for a gradient that is itself a sum of terms of
@@ -71,39 +54,46 @@ pub fn backward_magnitude(
     x: &[f64],
     grad_magnitude: &[f64],
     dims: [usize; 4],
-    sequences: Option<&[usize]>,
+    sequences: Sequences,
 ) -> Vec<f64> {
-    assert_eq!(x.len(), grad_magnitude.len(), "elements of x and of the gradient");
-    match act {
-        FusedAct::Elementwise(act) => (x.iter().zip(grad_magnitude))
-            .map(|(&x, &grad)| grad * act::slope_magnitude(act, x))
-            .collect(),
-        _ => map_softmaxes(act, [x, grad_magnitude], dims, sequences, |[x, grad], dims| {
-            softmax::backward_from_input_magnitude(&Softmax::default(), x, grad, dims)
-        }),
-    }
+    let elementwise = |act, [x, grad]: [f64; 2]| grad * act::slope_magnitude(act, x);
+    apply(act, [x, grad_magnitude], dims, sequences, elementwise, |[x, grad], dims| {
+        softmax::backward_from_input_magnitude(&Softmax::default(), x, grad, dims)
+    })
 }
 
-/// Runs `f` on each part of the inputs that a softmax sees as a whole, with its (outer, n, inner).
-fn map_softmaxes<const N: usize>(
+/// The ends of packed sequences, if there are any.
+type Sequences<'a> = Option<&'a [usize]>;
+
+/// Runs `elementwise` on each element of the inputs, or `softmax` on each part of them that a
+/// softmax sees as a whole, with its (outer, n, inner).
+fn apply<const N: usize>(
     act: FusedAct,
     inputs: [&[f64]; N],
     [b, n, h, d]: [usize; 4],
-    sequences: Option<&[usize]>,
-    f: impl Fn([&[f64]; N], softmax::Dims) -> Vec<f64>,
+    sequences: Sequences,
+    elementwise: impl Fn(Act, [f64; N]) -> f64,
+    softmax: impl Fn([&[f64]; N], softmax::Dims) -> Vec<f64>,
 ) -> Vec<f64> {
-    if act == FusedAct::SoftmaxFeatures {
-        return f(inputs, [b * n * h, d, 1]);
-    }
-    let mut output = Vec::with_capacity(b * n * h * d);
-    for batch in 0..b {
-        for (start, end) in sequence_bounds(sequences, n) {
-            let token = |t: usize| (batch * n + t) * h * d;
-            let part = inputs.map(|input| &input[token(start)..token(end)]);
-            output.extend(f(part, [1, end - start, h * d]));
+    let len = inputs[0].len();
+    assert!(inputs.iter().all(|input| input.len() == len), "elements of x and of the gradient");
+    match act {
+        FusedAct::Elementwise(act) => {
+            (0..len).map(|i| elementwise(act, inputs.map(|input| input[i]))).collect()
+        }
+        FusedAct::SoftmaxFeatures => softmax(inputs, [b * n * h, d, 1]),
+        FusedAct::SoftmaxSequence => {
+            let mut output = Vec::with_capacity(len);
+            for batch in 0..b {
+                for (start, end) in sequence_bounds(sequences, n) {
+                    let token = |t: usize| (batch * n + t) * h * d;
+                    let part = inputs.map(|input| &input[token(start)..token(end)]);
+                    output.extend(softmax(part, [1, end - start, h * d]));
+                }
+            }
+            output
         }
     }
-    output
 }
 
 /// The first token of each packed sequence and the one after its last; without packing, all n

@@ -86,9 +86,14 @@ impl Random {
 
 #[cfg(test)]
 mod checks {
+    use std::fmt;
+
     use super::Random;
+    use super::angles::{Gradients, Input};
+    use crate::dtype::DType;
     use crate::ops::act::Act;
-    use crate::ops::tokens::FusedAct;
+    use crate::ops::angles::Positions;
+    use crate::ops::encode::FusedAct;
 
     /// All activations of `rotate` and `cosine`.
     pub(super) fn fused_acts() -> Vec<FusedAct> {
@@ -146,6 +151,58 @@ mod checks {
             let enough = magnitude * (1.0 + 1e-12) + 1e-300;
             assert!(value.abs() <= enough, "{what}: [{i}] is {value}, magnitude {magnitude}");
         }
+    }
+
+    /// Positions of six tokens in two batch entries, with extra tokens and packed sequences.
+    pub(super) const PLACEMENTS: [Placement; 11] = {
+        const PACKED: Option<&[usize]> = Some(&[0, 2, 2, 6]);
+        const GIVEN: [i64; 12] = [3, -1, 4, 1, 5, -9, 2, 6, 5, 3, 5, 8];
+        [
+            (Positions::From(2), 0, None),
+            (Positions::From(2), 1, PACKED),
+            (Positions::PerToken(GIVEN.split_at(6).0), 0, PACKED),
+            (Positions::PerBatch(&GIVEN), 2, None),
+            (Positions::Grid(&[6]), 0, None),
+            (Positions::Grid(&[2, 3]), 0, None),
+            (Positions::Grid(&[1, 3, 2]), 0, None),
+            (Positions::Grid(&[5]), 1, None),
+            (Positions::Grid(&[2, 2]), 2, None),
+            (Positions::Grid(&[1, 3]), 0, Some(&[0, 3, 3, 6])),
+            (Positions::Grid(&[1, 2]), 1, Some(&[0, 3, 6])),
+        ]
+    };
+
+    /// Positions, extra tokens and packed sequences.
+    type Placement = (Positions<'static>, usize, Option<&'static [usize]>);
+
+    /// A forward and a backward of options `O`.
+    type Forward<'f, O> = &'f dyn Fn(&O, &Input) -> Vec<f64>;
+    type Backward<'f, O> = &'f dyn Fn(&O, &Input, &[f64]) -> Gradients;
+
+    /// Every gradient of one call of `rotate` or `cosine` against the differences of its forward,
+    /// and every magnitude against its value. `forward` and `backward` are each a function and its
+    /// magnitudes; `features` are those of o.
+    pub(super) fn check_encoding<O: fmt::Debug>(
+        (options, (dims, features, theta_dims)): (&O, ([usize; 4], usize, [usize; 2])),
+        random: &mut Random,
+        forward: [Forward<'_, O>; 2],
+        backward: [Backward<'_, O>; 2],
+    ) {
+        let what = &format!("{options:?} {dims:?} theta {theta_dims:?}");
+        let [b, n, h, d] = dims;
+        let x = smooth_values(random, b * n * h * d);
+        let theta = random.uniforms(theta_dims.iter().product(), 0.1, 1.0);
+        let grad = random.normals(b * n * h * features);
+        let input = Input { x: &x, dims, theta: &theta, theta_dims, dtype: DType::F64 };
+        let [o, o_magnitude] = forward.map(|forward| forward(options, &input));
+        check_magnitude(what, &o, &o_magnitude);
+        let [Gradients { dx, dtheta }, magnitude] =
+            backward.map(|backward| backward(options, &input, &grad));
+        let loss = |input: &Input| dot(&grad, &forward[0](options, input));
+        check_gradient(what, &x, &dx, |x| loss(&Input { x, ..input }));
+        check_gradient(what, &theta, &dtheta, |theta| loss(&Input { theta, ..input }));
+        check_magnitude(what, &dx, &magnitude.dx);
+        check_magnitude(what, &dtheta, &magnitude.dtheta);
     }
 
     pub(super) fn assert_close(what: &str, got: &[f64], expected: &[f64]) {

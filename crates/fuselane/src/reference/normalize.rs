@@ -47,6 +47,15 @@ pub struct Output {
     pub mean: Vec<f64>,
 }
 
+/// What the forward kept for the backward, for each row and group.
+#[derive(Debug, Clone, Copy)]
+pub struct Statistics<'a> {
+    /// [`Output::rstd`]
+    pub rstd: &'a [f64],
+    /// [`Output::mean`]; not read without centering.
+    pub mean: &'a [f64],
+}
+
 /// What the backward gives, or the magnitudes of its terms.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gradients {
@@ -76,7 +85,7 @@ pub struct Gradients {
 pub fn forward(options: &Normalize, input: &Input) -> Output {
     let mut output =
         Output { o: Vec::new(), residual_out: Vec::new(), rstd: Vec::new(), mean: Vec::new() };
-    for group in groups(options, input) {
+    for group in groups(options, input, None) {
         output.o.extend((0..group.r.len()).map(|i| group.o1[i] * group.post_gate(i)));
         output.residual_out.extend(&group.s);
         output.rstd.push(1.0 / group.sigma);
@@ -110,11 +119,36 @@ pub fn backward(
     grad: &[f64],
     grad_residual_out: Option<&[f64]>,
 ) -> Gradients {
+    gradients(options, input, None, grad, grad_residual_out)
+}
+
+/// [`backward`], with the mean and sigma that the forward kept.
+///
+/// # Panics
+///
+/// As [`backward`], and where the statistics do not have one number for each row and group.
+pub fn backward_from_statistics(
+    options: &Normalize,
+    input: &Input,
+    statistics: &Statistics,
+    grad: &[f64],
+    grad_residual_out: Option<&[f64]>,
+) -> Gradients {
+    gradients(options, input, Some(statistics), grad, grad_residual_out)
+}
+
+fn gradients(
+    options: &Normalize,
+    input: &Input,
+    statistics: Option<&Statistics>,
+    grad: &[f64],
+    grad_residual_out: Option<&[f64]>,
+) -> Gradients {
     let Input { rows, d, .. } = *input;
     check_length("the gradient", Some(grad), rows * d);
     check_length("the gradient of residual_out", grad_residual_out, rows * d);
     let mut gradients = zero_gradients(input);
-    for group in groups(options, input) {
+    for group in groups(options, input, statistics) {
         let e = group.r.len();
         let grad = &grad[group.start..group.start + e];
         let do1: Vec<f64> = (0..e).map(|i| grad[i] * group.post_gate(i)).collect();
@@ -151,7 +185,7 @@ pub fn backward(
 /// terms of 1 + weight are 1 and |weight|.
 pub fn forward_magnitude(options: &Normalize, input: &Input) -> Vec<f64> {
     let mut o = Vec::new();
-    for group in groups(options, input) {
+    for group in groups(options, input, None) {
         let o1 = group.o1_magnitude(options);
         o.extend((0..o1.len()).map(|i| o1[i] * group.post_gate(i).abs()));
     }
@@ -166,7 +200,7 @@ pub fn backward_magnitude(
     grad_residual_out: Option<&[f64]>,
 ) -> Gradients {
     let mut gradients = zero_gradients(input);
-    for group in groups(options, input) {
+    for group in groups(options, input, None) {
         let e = group.r.len();
         let grad = &grad[group.start..group.start + e];
         let (r, o1) = (group.r_magnitude(options), group.o1_magnitude(options));
@@ -249,8 +283,8 @@ impl Group {
     }
 }
 
-/// The forward, group by group, in the order of memory.
-fn groups(options: &Normalize, input: &Input) -> Vec<Group> {
+/// The forward, group by group, in the order of memory; from the statistics, where there are some.
+fn groups(options: &Normalize, input: &Input, statistics: Option<&Statistics>) -> Vec<Group> {
     let Input { rows, d, .. } = *input;
     check_length("x", Some(input.x), rows * d);
     check_length("residual", input.residual, rows * d);
@@ -259,6 +293,11 @@ fn groups(options: &Normalize, input: &Input) -> Vec<Group> {
     check_length("bias", input.bias, d);
     assert!(options.groups > 0 && d.is_multiple_of(options.groups), "groups do not divide d");
     let e = d / options.groups;
+    let count = rows * options.groups;
+    check_length("rstd", statistics.map(|kept| kept.rstd), count);
+    if options.center {
+        check_length("the mean", statistics.map(|kept| kept.mean), count);
+    }
     let group = |row: usize, group: usize| {
         let start = row * d + group * e;
         let features = group * e..(group + 1) * e;
@@ -274,9 +313,22 @@ fn groups(options: &Normalize, input: &Input) -> Vec<Group> {
             (Some(gate), GatePosition::Pre) => (0..e).map(|i| s[i] * gate[i]).collect(),
             _ => s.clone(),
         };
-        let mean_p = if options.center { mean(p.iter().copied()) } else { 0.0 };
-        let q: Vec<f64> = p.iter().map(|p| p - mean_p).collect();
-        let sigma = (mean(q.iter().map(|q| q * q)) + options.eps).sqrt();
+        // The mean is taken twice: what its rounding leaves over is small beside p, but not
+        // beside q, where all of p is nearly the same.
+        let (mut mean_p, mut q) = (0.0, p.clone());
+        if options.center {
+            mean_p = match statistics {
+                Some(kept) => kept.mean[row * options.groups + group],
+                None => mean(p.iter().copied()),
+            };
+            let rest = mean(p.iter().map(|p| p - mean_p));
+            q = p.iter().map(|p| p - mean_p - rest).collect();
+            mean_p += rest;
+        }
+        let sigma = match statistics {
+            Some(kept) => 1.0 / kept.rstd[row * options.groups + group],
+            None => (mean(q.iter().map(|q| q * q)) + options.eps).sqrt(),
+        };
         let r: Vec<f64> = q.iter().map(|q| q / sigma).collect();
         let weight = |form: fn(f64) -> f64| -> Vec<f64> {
             features.clone().map(|j| input.weight.map_or(1.0, |weight| form(weight[j]))).collect()
@@ -303,12 +355,20 @@ fn groups(options: &Normalize, input: &Input) -> Vec<Group> {
             gate,
         }
     };
-    (0..rows * options.groups).map(|i| group(i / options.groups, i % options.groups)).collect()
+    (0..count).map(|i| group(i / options.groups, i % options.groups)).collect()
 }
 
 fn mean(values: impl ExactSizeIterator<Item = f64>) -> f64 {
     let count = values.len() as f64;
-    values.sum::<f64>() / count
+    // With what each addition loses, so that the sum is as exact as its terms.
+    let (mut sum, mut lost) = (0.0, 0.0);
+    for value in values {
+        let next: f64 = sum + value;
+        lost += if f64::abs(sum) >= value.abs() { sum - next + value } else { value - next + sum };
+        sum = next;
+    }
+    // An infinite sum has lost nothing, though the difference of infinities says NaN.
+    (if sum.is_finite() { sum + lost } else { sum }) / count
 }
 
 fn zero_gradients(input: &Input) -> Gradients {

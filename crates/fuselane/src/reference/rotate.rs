@@ -1,6 +1,6 @@
 //! Rotary position encoding with a fused activation.
 
-use super::angles::{Angles, Gradients, Input, axes};
+use super::angles::{Angle, Angles, Gradients, Input, axes};
 use super::fused_act;
 use crate::ops::rotate::{Pairing, Partial, Rotate};
 
@@ -34,10 +34,10 @@ use crate::ops::rotate::{Pairing, Partial, Rotate};
 pub fn forward(options: &Rotate, input: &Input) -> Vec<f64> {
     let activated = fused_act::forward(options.act, input.x, input.dims, options.sequences);
     let mut o = activated.clone();
-    for_each_pair(options, input, |pair| {
-        let (x1, x2) = (activated[pair.first], activated[pair.second]);
-        o[pair.first] = x1 * pair.angle.cos() - x2 * pair.angle.sin();
-        o[pair.second] = x1 * pair.angle.sin() + x2 * pair.angle.cos();
+    for_each_pair(options, input, |[first, second], Angle { value: angle, .. }| {
+        let (x1, x2) = (activated[first], activated[second]);
+        o[first] = x1 * angle.cos() - x2 * angle.sin();
+        o[second] = x1 * angle.sin() + x2 * angle.cos();
     });
     o
 }
@@ -61,12 +61,13 @@ pub fn backward(options: &Rotate, input: &Input, grad: &[f64]) -> Gradients {
     let o = forward(options, input);
     let mut dactivated = grad.to_vec();
     let mut dtheta = vec![0.0; input.theta.len()];
-    for_each_pair(options, input, |pair| {
-        let (do1, do2) = (grad[pair.first], grad[pair.second]);
-        let (o1, o2) = (o[pair.first], o[pair.second]);
-        dactivated[pair.first] = do1 * pair.angle.cos() + do2 * pair.angle.sin();
-        dactivated[pair.second] = -do1 * pair.angle.sin() + do2 * pair.angle.cos();
-        dtheta[pair.theta_index] += pair.coordinate * (-do1 * o2 + do2 * o1);
+    for_each_pair(options, input, |[first, second], angle| {
+        let (cos, sin) = (angle.value.cos(), angle.value.sin());
+        let (do1, do2) = (grad[first], grad[second]);
+        let (o1, o2) = (o[first], o[second]);
+        dactivated[first] = do1 * cos + do2 * sin;
+        dactivated[second] = -do1 * sin + do2 * cos;
+        dtheta[angle.theta_index] += angle.coordinate * (-do1 * o2 + do2 * o1);
     });
     let dx = fused_act::backward(options.act, input.x, &dactivated, input.dims, options.sequences);
     Gradients { dx, dtheta }
@@ -82,10 +83,10 @@ pub fn forward_magnitude(options: &Rotate, input: &Input) -> Vec<f64> {
     let activated =
         fused_act::forward_magnitude(options.act, input.x, input.dims, options.sequences);
     let mut o = activated.clone();
-    for_each_pair(options, input, |pair| {
-        let sum = activated[pair.first] + activated[pair.second];
-        o[pair.first] = sum;
-        o[pair.second] = sum;
+    for_each_pair(options, input, |[first, second], _| {
+        let sum = activated[first] + activated[second];
+        o[first] = sum;
+        o[second] = sum;
     });
     o
 }
@@ -97,22 +98,17 @@ pub fn forward_magnitude(options: &Rotate, input: &Input) -> Vec<f64> {
 /// sum of |coordinate| (|do1| + |do2|) (|x'1| + |x'2|)  for theta
 /// ```
 pub fn backward_magnitude(options: &Rotate, input: &Input, grad: &[f64]) -> Gradients {
+    let Input { x, dims, .. } = *input;
     let o = forward_magnitude(options, input);
     let mut dactivated: Vec<f64> = grad.iter().map(|grad| grad.abs()).collect();
     let mut dtheta = vec![0.0; input.theta.len()];
-    for_each_pair(options, input, |pair| {
-        let sum = grad[pair.first].abs() + grad[pair.second].abs();
-        dactivated[pair.first] = sum;
-        dactivated[pair.second] = sum;
-        dtheta[pair.theta_index] += pair.coordinate.abs() * sum * o[pair.first];
+    for_each_pair(options, input, |[first, second], angle| {
+        let sum = grad[first].abs() + grad[second].abs();
+        dactivated[first] = sum;
+        dactivated[second] = sum;
+        dtheta[angle.theta_index] += angle.coordinate.abs() * sum * o[first];
     });
-    let dx = fused_act::backward_magnitude(
-        options.act,
-        input.x,
-        &dactivated,
-        input.dims,
-        options.sequences,
-    );
+    let dx = fused_act::backward_magnitude(options.act, x, &dactivated, dims, options.sequences);
     Gradients { dx, dtheta }
 }
 
@@ -135,48 +131,24 @@ pub fn pairs(options: &Rotate, d: usize, frequencies: usize) -> usize {
 }
 
 /// The two features of pair `k`.
-fn features_of_pair(options: &Rotate, d: usize, pairs: usize, k: usize) -> (usize, usize) {
+fn features_of_pair(options: &Rotate, d: usize, pairs: usize, k: usize) -> [usize; 2] {
     match (options.pairing, options.partial) {
-        (Pairing::Half, Partial::Pairs) => (k, k + d / 2),
-        (Pairing::Half, Partial::RotaryDim) => (k, k + pairs),
-        (Pairing::Interleaved, _) => (2 * k, 2 * k + 1),
+        (Pairing::Half, Partial::Pairs) => [k, k + d / 2],
+        (Pairing::Half, Partial::RotaryDim) => [k, k + pairs],
+        (Pairing::Interleaved, _) => [2 * k, 2 * k + 1],
     }
 }
 
-/// One pair of one token and head.
-struct Pair {
-    /// Where its features are in x and o.
-    first: usize,
-    second: usize,
-    angle: f64,
-    /// The factors of the angle: the token's coordinate, and where in theta the frequency is.
-    coordinate: f64,
-    theta_index: usize,
-}
-
-fn for_each_pair(options: &Rotate, input: &Input, mut f: impl FnMut(Pair)) {
-    let [b, n, h, d] = input.dims;
-    let [_, frequencies] = input.theta_dims;
+/// Calls `f` for each pair with where its two features are, in x and in o, and with its angle.
+fn for_each_pair(options: &Rotate, input: &Input, mut f: impl FnMut([usize; 2], Angle)) {
+    let &Rotate { ref positions, extra_tokens, sequences, .. } = options;
+    let ([.., d], [_, frequencies]) = (input.dims, input.theta_dims);
     let pairs = pairs(options, d, frequencies);
-    let angles =
-        Angles::new(input, pairs, &options.positions, options.extra_tokens, options.sequences);
-    for batch in 0..b {
-        for token in 0..n {
-            for head in 0..h {
-                let start = ((batch * n + token) * h + head) * d;
-                for k in 0..pairs {
-                    let (first, second) = features_of_pair(options, d, pairs, k);
-                    f(Pair {
-                        first: start + first,
-                        second: start + second,
-                        angle: angles.angle(batch, token, head, k),
-                        coordinate: angles.coordinate(batch, token, k),
-                        theta_index: angles.theta_index(head, k),
-                    });
-                }
-            }
-        }
-    }
+    Angles::new(input, pairs, positions, extra_tokens, sequences).for_each(|angle| {
+        let [row, k] = angle.at;
+        let features = features_of_pair(options, d, pairs, k);
+        f(features.map(|feature| row * d + feature), angle);
+    });
 }
 
 #[cfg(test)]
@@ -184,9 +156,7 @@ mod tests {
     use std::f64::consts::FRAC_PI_2;
 
     use super::super::Random;
-    use super::super::checks::{
-        assert_close, check_gradient, check_magnitude, dot, fused_acts, smooth_values,
-    };
+    use super::super::checks::{PLACEMENTS, assert_close, check_encoding, fused_acts};
     use super::*;
     use crate::dtype::DType;
     use crate::ops::act::Act;
@@ -194,40 +164,20 @@ mod tests {
 
     /// Every gradient of one call against the differences of its forward.
     fn check(options: &Rotate, dims: [usize; 4], theta_dims: [usize; 2], random: &mut Random) {
-        let what = format!("{options:?} {dims:?} theta {theta_dims:?}");
-        let count = dims.iter().product();
-        let x = smooth_values(random, count);
-        let theta = random.uniforms(theta_dims.iter().product(), 0.1, 1.0);
-        let grad = random.normals(count);
-        let input = Input { x: &x, dims, theta: &theta, theta_dims, dtype: DType::F64 };
-        let Gradients { dx, dtheta } = backward(options, &input, &grad);
-        let loss = |input: &Input| dot(&grad, &forward(options, input));
-        check_gradient(&what, &x, &dx, |x| loss(&Input { x, ..input }));
-        check_gradient(&what, &theta, &dtheta, |theta| loss(&Input { theta, ..input }));
-        check_magnitude(&what, &forward(options, &input), &forward_magnitude(options, &input));
-        let magnitude = backward_magnitude(options, &input, &grad);
-        check_magnitude(&what, &dx, &magnitude.dx);
-        check_magnitude(&what, &dtheta, &magnitude.dtheta);
+        let dims = (dims, dims[3], theta_dims);
+        check_encoding(
+            (options, dims),
+            random,
+            [&forward, &forward_magnitude],
+            [&backward, &backward_magnitude],
+        );
     }
 
     #[test]
     fn gradients_of_all_pairings_and_positions() {
         let mut random = Random::new(5);
-        let given = [3, -1, 4, 1, 5, -9, 2, 6, 5, 3, 5, 8];
-        let grids: [&[usize]; 3] = [&[6], &[2, 3], &[1, 3, 2]];
-        let packed: Option<&[usize]> = Some(&[0, 2, 2, 6]);
-        let mut tokens = vec![
-            (Positions::From(2), 0, None),
-            (Positions::From(2), 1, packed),
-            (Positions::PerToken(&given[..6]), 0, packed),
-            (Positions::PerBatch(&given), 2, None),
-        ];
-        tokens.extend(grids.map(|grid| (Positions::Grid(grid), 0, None)));
-        tokens.push((Positions::Grid(&[5]), 1, None));
-        tokens.push((Positions::Grid(&[2, 2]), 2, None));
-        tokens.push((Positions::Grid(&[1, 3]), 0, Some(&[0, 3, 3, 6])));
         let acts = [FusedAct::default(), FusedAct::SoftmaxFeatures, FusedAct::SoftmaxSequence];
-        for (round, (positions, extra_tokens, sequences)) in tokens.into_iter().enumerate() {
+        for (round, (positions, extra_tokens, sequences)) in PLACEMENTS.into_iter().enumerate() {
             for pairing in [Pairing::Half, Pairing::Interleaved] {
                 for partial in [Partial::Pairs, Partial::RotaryDim] {
                     for (i, theta_dims) in

@@ -86,7 +86,12 @@ fn distance(dtype: DType, got: f64, truth: f64, unit: f64) -> f64 {
 }
 
 /// `value` rounded to `dtype` once.
-fn round(dtype: DType, value: f64) -> f64 {
+///
+/// ```
+/// use fuselane::{DType, reference::ulp::round};
+/// assert_eq!(round(DType::BF16, 1.01), 1.0078125);
+/// ```
+pub fn round(dtype: DType, value: f64) -> f64 {
     match dtype {
         DType::F32 => <f32 as Element>::from_f64(value).into(),
         DType::F16 => <f16 as Element>::from_f64(value).to_f64(),

@@ -6,12 +6,10 @@ use std::time::{Duration, Instant};
 
 use cubecl::future::block_on;
 use cubecl::{MemoryAllocationMode, MemoryScope};
-use fuselane::{
-    Act, Buffer, Cosine, DType, GatePosition, Normalize, Positions, Rotate, Softmax, View,
-};
+use fuselane::{Act, Buffer, DType, Softmax, View};
 use fuselane_gpu::{Angles, Device, Tensor, act, cosine, normalize, rotate, softmax};
 
-use crate::case::{Gate, Mode, Operator};
+use crate::case::{Mode, Operator};
 use crate::gpu::{self, Clock};
 use crate::protocol::{Alloc, Job, Sample};
 use crate::tensor::{Inputs, pick};
@@ -135,10 +133,7 @@ impl Library for OnGpu {
         let inputs = job.inputs.iter().map(|input| upload(&input.name));
         let inputs = inputs.collect::<Result<_, Fault>>()?;
         self.0.device.wait()?;
-        let grid = match job.operator {
-            Operator::Cosine { axes, .. } => vec![job.n; axes as usize],
-            _ => Vec::new(),
-        };
+        let grid = job.operator.grid(job.n);
         Ok(Box::new(Prepared { worker: &self.0, job: job.clone(), inputs, grid }))
     }
 
@@ -171,11 +166,11 @@ struct Prepared<'w> {
 impl Loaded for Prepared<'_> {
     fn call(&self) -> Result<Box<dyn Call + '_>, Fault> {
         let mut call =
-            Ours { of: self, outputs: BTreeMap::new(), kept: Kept { o: None, rstd: None } };
+            Ours { of: self, outputs: BTreeMap::new(), saved: Saved { o: None, rstd: None } };
         if self.job.mode == Mode::Bwd {
             let mut outputs = Outputs::new();
             self.forward(&mut outputs)?;
-            call.kept = Kept { o: outputs.remove("o"), rstd: outputs.remove("rstd") };
+            call.saved = Saved { o: outputs.remove("o"), rstd: outputs.remove("rstd") };
             self.worker.device.wait()?;
         }
         Ok(Box::new(call))
@@ -185,7 +180,7 @@ impl Loaded for Prepared<'_> {
 type Outputs = BTreeMap<&'static str, Tensor>;
 
 /// What a backward needs of its forward.
-struct Kept {
+struct Saved {
     o: Option<Tensor>,
     rstd: Option<Tensor>,
 }
@@ -193,14 +188,14 @@ struct Kept {
 struct Ours<'a> {
     of: &'a Prepared<'a>,
     outputs: Outputs,
-    kept: Kept,
+    saved: Saved,
 }
 
 impl Ours<'_> {
     fn launch(&mut self) -> Result<(), Fault> {
         match self.of.job.mode {
             Mode::Fwd => self.of.forward(&mut self.outputs),
-            Mode::Bwd => self.of.backward(&self.kept, &mut self.outputs),
+            Mode::Bwd => self.of.backward(&self.saved, &mut self.outputs),
         }
     }
 
@@ -279,34 +274,6 @@ impl Prepared<'_> {
         Ok(Angles::Theta(self.need("theta")?))
     }
 
-    fn rotate(&self) -> Rotate<'_> {
-        Rotate { act: self.job.operator.fused_act().unwrap_or_default(), ..Rotate::default() }
-    }
-
-    fn cosine(&self, extra: usize) -> Cosine<'_> {
-        Cosine {
-            act: self.job.operator.fused_act().unwrap_or_default(),
-            positions: Positions::Grid(&self.grid),
-            extra_tokens: extra,
-            ..Cosine::default()
-        }
-    }
-
-    fn normalize(&self) -> Normalize {
-        let Operator::Normalize { gate, gate_act, eps, .. } = self.job.operator else {
-            return Normalize::default();
-        };
-        Normalize {
-            eps,
-            gate_act,
-            gate_position: match gate {
-                Some(Gate::Post) => GatePosition::Post,
-                Some(Gate::Pre) | None => GatePosition::Pre,
-            },
-            ..Normalize::default()
-        }
-    }
-
     /// Writes o, and the statistics of a norm.
     fn forward(&self, outputs: &mut Outputs) -> Result<(), Fault> {
         let (x, dtype) = (self.need("x")?, self.job.dtype.0);
@@ -323,12 +290,15 @@ impl Prepared<'_> {
         }
         let (mut o, mut rstd) = (outputs.get("o").cloned(), outputs.get("rstd").cloned());
         let Some(o) = o.as_mut() else { return Ok(()) };
-        match self.job.operator {
+        let operator = self.job.operator;
+        match operator {
             Operator::Act { act } => act::forward_into(act, x, o)?,
             Operator::Softmax { dim } => softmax::forward_into(&Softmax::over(dim), x, o)?,
-            Operator::Rotate { .. } => rotate::forward_into(&self.rotate(), x, self.angles()?, o)?,
-            Operator::Cosine { extra, .. } => {
-                cosine::forward_into(&self.cosine(extra), x, self.angles()?, o)?;
+            Operator::Rotate { .. } => {
+                rotate::forward_into(&operator.rotate(), x, self.angles()?, o)?;
+            }
+            Operator::Cosine { .. } => {
+                cosine::forward_into(&operator.cosine(&self.grid), x, self.angles()?, o)?;
             }
             Operator::Normalize { .. } => {
                 let residual = self.inputs.get("residual");
@@ -342,13 +312,13 @@ impl Prepared<'_> {
                     rstd: rstd.as_mut(),
                     mean: None,
                 };
-                normalize::forward_into(&self.normalize(), call)?;
+                normalize::forward_into(&operator.normalize(), call)?;
             }
         }
         Ok(())
     }
 
-    fn backward(&self, kept: &Kept, outputs: &mut Outputs) -> Result<(), Fault> {
+    fn backward(&self, saved: &Saved, outputs: &mut Outputs) -> Result<(), Fault> {
         let (x, grad) = (self.need("x")?, self.need("grad")?);
         let (dtype, shape) = (self.job.dtype.0, x.shape());
         if self.is_identity() {
@@ -370,14 +340,15 @@ impl Prepared<'_> {
         // A linear encoding does not need x.
         let linear = self.job.operator.fused_act() == Some(Act::None.into());
         let point = (!linear).then_some(x);
-        match self.job.operator {
+        let operator = self.job.operator;
+        match operator {
             Operator::Act { act: Act::Sigmoid } => {
-                let o = kept.o.as_ref().ok_or_else(missing)?;
+                let o = saved.o.as_ref().ok_or_else(missing)?;
                 act::backward_from_output_into(Act::Sigmoid, o, grad, dx)?;
             }
             Operator::Act { act } => act::backward_into(act, x, grad, dx)?,
             Operator::Softmax { dim } => {
-                let o = kept.o.as_ref().ok_or_else(missing)?;
+                let o = saved.o.as_ref().ok_or_else(missing)?;
                 softmax::backward_into(&Softmax::over(dim), o, grad, dx)?;
             }
             Operator::Normalize { .. } => {
@@ -388,7 +359,7 @@ impl Prepared<'_> {
                     gate: self.inputs.get("gate"),
                     weight: self.inputs.get("weight"),
                     bias: None,
-                    rstd: kept.rstd.as_ref().ok_or_else(missing)?,
+                    rstd: saved.rstd.as_ref().ok_or_else(missing)?,
                     mean: None,
                     grad_residual_out: None,
                     dx: Some(dx),
@@ -397,19 +368,19 @@ impl Prepared<'_> {
                     dweight: dweight.as_mut(),
                     dbias: None,
                 };
-                normalize::backward_into(&self.normalize(), call)?;
+                normalize::backward_into(&operator.normalize(), call)?;
             }
             Operator::Rotate { .. } => {
                 let angles = self.angles()?;
                 let call =
                     rotate::RotateBackward { x: point, grad, angles, dx: Some(dx), dtheta: None };
-                rotate::backward_into(&self.rotate(), call)?;
+                rotate::backward_into(&operator.rotate(), call)?;
             }
-            Operator::Cosine { extra, .. } => {
+            Operator::Cosine { .. } => {
                 let angles = self.angles()?;
                 let call =
                     cosine::CosineBackward { x: point, grad, angles, dx: Some(dx), dtheta: None };
-                cosine::backward_into(&self.cosine(extra), call)?;
+                cosine::backward_into(&operator.cosine(&self.grid), call)?;
             }
         }
         Ok(())

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{DType, Isa, with_isa};
+use crate::{DType, Element, Isa, Real, with_isa};
 use half::{bf16, f16};
 
 /// Numbers that repeat from run to run, in -1..1.

@@ -1,6 +1,13 @@
 use super::*;
-use crate::scratch::Scratch;
-use crate::{DType, Isa, Real, with_isa};
+use crate::dtype::Element;
+use crate::exec::rows::TaskRows;
+use crate::exec::scratch::Scratch;
+use crate::kernels::lanes::Lane;
+use crate::kernels::sink::{RowSink, Sink};
+use crate::kernels::softmax::{column_statistics, exp_row};
+use crate::kernels::sweep::sweep;
+use crate::simd::{Kernel, Simd, V};
+use crate::{Isa, with_isa};
 use half::{bf16, f16};
 
 const INF: f64 = f64::INFINITY;
@@ -436,49 +443,108 @@ fn rows_in_turns_are_what_they_are_alone() -> Result<()> {
     })
 }
 
-/// The helpers that other operators use.
-struct Helpers<'r>(Part<'r, 1, 1>);
+/// What other operators use of the kernels: rows 0..5 by columns, the others each by itself.
+struct Helpers<'r>(TaskRows<'r, 1, 1>, bool);
 
 impl Kernel for Helpers<'_> {
     #[inline(always)]
-    fn run<L, T>(mut self)
-    where
-        T: Element,
-        L: Math + Lanes<Real = T::Real> + Memory<T> + Memory<T::Real>,
-    {
-        // Rows 0..5 by columns, the others each by itself.
-        let Some(runs) = self.0.next_run::<T>(usize::MAX) else { return };
-        let ([x], [mut o]) = (runs.inputs, runs.outputs);
-        let mut scratch = [x.len(); 2].map(Scratch::<T::Real>::new);
-        let [max, inverse] = &mut scratch;
-        column_statistics::<L, T>(&x, 0..5, false, max, inverse);
-        for r in 0..runs.rows {
-            let scale = exp_row::<L, T>(x.row(r), if r < 5 { continue } else { max });
-            for i in (0..x.len()).step_by(L::N) {
-                L::get(max, i).mul(L::splat(scale)).write(o.row(r), i, false);
-            }
+    fn run<S: Simd>(mut self) {
+        let Some(rows) = self.0.next_rows::<S::Elem>(usize::MAX) else { return };
+        let ([x], [mut o], count) = (rows.inputs, rows.outputs, rows.count);
+        let len = x.len();
+        let mut scratch = [len; 2].map(Scratch::<Lane>::new);
+        let [shift, inverse] = &mut scratch;
+        for r in 5..count {
+            let scale = V::splat(exp_row::<S>(x.row(r), shift));
+            let mut o = RowSink::<S>::new(o.row(r), false);
+            sweep(len, |at| o.put(at, (V::<S>::at(shift, at) * scale).round()));
         }
-        column_statistics::<L, T>(&x, 0..5, false, max, inverse);
-        for (r, i) in (0..5).flat_map(|r| (0..x.len()).step_by(L::N).map(move |i| (r, i))) {
-            let e = L::read(x.row(r), i, Real::of(0.0)).sub(L::get(max, i)).exp();
-            e.mul(L::get(inverse, i)).write(o.row(r), i, false);
+        let in_range = column_statistics::<S>(&x.slice(0, 5), shift, inverse, self.1);
+        for r in 0..5 {
+            let (x, mut o) = (x.row(r), RowSink::<S>::new(o.row(r), false));
+            sweep(len, |at| {
+                let x = V::<S>::load(x, at) - V::at(shift, at);
+                let e = match (self.1, in_range) {
+                    (true, _) => x.exp(),
+                    (false, true) => x.exp_fast_in_range(),
+                    (false, false) => x.exp_fast(),
+                };
+                o.put(at, (e * V::at(inverse, at)).round_ties_away());
+            });
         }
     }
 }
 
-/// In a dtype without a short exponential, which the helpers do not use.
-#[test]
-fn helpers_agree_with_the_operator() -> Result<()> {
-    let x: Vec<f32> = numbers(9 * 37, 4, 5.0);
-    let mut o = vec![f32::NAN; x.len()];
-    let view = View::new(&x, &[9, 37])?;
-    let output = ViewMut::new(&mut o, &[9, 37])?;
+fn helpers<T: Element>(x: &[T], exact: bool) -> Result<Vec<T>> {
+    let mut o = vec![T::from_f64(f64::NAN); x.len()];
+    let view = View::new(x, &[9, x.len() / 9])?;
+    let output = ViewMut::new(&mut o, &[9, x.len() / 9])?;
     let operands = Operands::plain(("x", view), [("x", Some(view))], [("o", Some(output))]);
     let rows = Rows::new("test", operands)?;
-    rows.for_each_part(9, |part| simd::run(isa(), DType::F32, Helpers(part)));
-    let by_columns = Softmax::over(0).forward(view.narrow(0, 0, 5)?)?;
-    let by_rows = Softmax::over(1).forward(view.narrow(0, 5, 4)?)?;
-    assert_eq!(o[..5 * 37], *by_columns.as_slice::<f32>()?);
-    assert_eq!(o[5 * 37..], *by_rows.as_slice::<f32>()?);
-    Ok(())
+    rows.for_each_task(9, |task| dispatch(isa(), T::DTYPE, Helpers(task, exact)));
+    Ok(o)
+}
+
+#[test]
+fn helpers_agree_with_the_operator() -> Result<()> {
+    for_each_isa(|| {
+        let x: Vec<f32> = numbers(9 * 37, 4, 5.0);
+        let view = View::new(&x, &[9, 37])?;
+        let by_columns = Softmax::over(0).forward(view.narrow(0, 0, 5)?)?;
+        let by_rows = Softmax::over(1).forward(view.narrow(0, 5, 4)?)?;
+        for exact in [false, true] {
+            let o = helpers(&x, exact)?;
+            assert_eq!(o[..5 * 37], *by_columns.as_slice::<f32>()?);
+            assert_eq!(o[5 * 37..], *by_rows.as_slice::<f32>()?);
+        }
+        // In 16 bits, columns in range and those that are not, side by side.
+        let mut x: Vec<bf16> = numbers(9 * 37, 4, 5.0);
+        for far in [false, true] {
+            let view = View::new(&x, &[9, 37])?;
+            let by_columns = Softmax::over(0).forward(view.narrow(0, 0, 5)?)?;
+            assert_eq!(helpers(&x, false)?[..5 * 37], *by_columns.as_slice::<bf16>()?, "{far}");
+            x[37 + 20] = bf16::from_f32(300.0);
+            x[2 * 37 + 3] = bf16::NEG_INFINITY;
+        }
+        Ok(())
+    })
+}
+
+/// In formats of 16 bits, columns without a maximum, with one, of nothing but minus infinity, and with a
+/// NaN, in one block.
+#[test]
+fn columns_are_what_they_are_alone() -> Result<()> {
+    fn check<T: Element>(columns: usize, softmax: Softmax) -> Result<()> {
+        let n = 70;
+        let mut x: Vec<T> = numbers(n * columns, 7, 4.0);
+        for (i, x) in x.iter_mut().enumerate() {
+            match (i % columns % 11, i / columns) {
+                (3, 5) => *x = T::from_f64(300.0),
+                (5, 0) => *x = T::from_f64(-200.0),
+                (7, _) | (9, 1..) => *x = T::from_f64(-INF),
+                (8, 69) => *x = T::from_f64(f64::NAN),
+                _ => {}
+            }
+        }
+        let view = View::new(&x, &[n, columns])?;
+        let together = softmax.forward(view)?;
+        for column in 0..columns {
+            let alone = softmax.forward(view.narrow(1, column, 1)?)?.view().to_f64_vec();
+            let got = together.view().narrow(1, column, 1)?.to_f64_vec();
+            let same = |(a, b): (&f64, &f64)| a == b || (a.is_nan() && b.is_nan());
+            assert!(got.iter().zip(&alone).all(same), "{column} of {columns}, {}", T::DTYPE);
+            let masked = column % 11 == 7 && !softmax.zero_masked_rows;
+            assert_eq!(got[0].is_nan(), column % 11 == 8 || masked);
+        }
+        Ok(())
+    }
+    for_each_isa(|| {
+        for (columns, zero_masked_rows) in [(11, true), (40, false), (64, true), (131, false)] {
+            let softmax = Softmax { zero_masked_rows, ..Softmax::over(0) };
+            check::<bf16>(columns, softmax)?;
+            check::<f16>(columns, softmax)?;
+            check::<f32>(columns, softmax)?;
+        }
+        Ok(())
+    })
 }

@@ -1,0 +1,258 @@
+//! Activations on the way: x' of a tile, into scratch.
+
+use super::columns::Columns;
+use super::segments::Segments;
+use super::walk::Patch;
+use super::{FusedAct, Plan};
+use crate::exec::scratch::Scratch;
+use crate::kernels::act;
+use crate::kernels::lanes::{Lane, to_index_order, to_lanes};
+use crate::kernels::softmax::{IN_RANGE, exp_row};
+use crate::kernels::source::{Prefetch, Source};
+use crate::kernels::sweep::sweep;
+use crate::kernels::tile::{InputTile, OutputTile};
+use crate::ops::act::Act;
+use crate::simd::{LANES, Simd, V};
+
+/// Scratch of a task: x' and dx' of a tile, and what a row of softmax needs.
+pub(super) struct RowScratch {
+    pub(super) y: Scratch<Lane>,
+    pub(super) g: Scratch<Lane>,
+    /// Two blocks for each row of a tile.
+    pub(super) sums: Scratch<Lane>,
+    /// One row, in blocks of its own.
+    row: Scratch<Lane>,
+    numbers: Scratch<f32>,
+}
+
+impl RowScratch {
+    /// `y` and `g` where they are needed.
+    pub(super) fn new(plan: &Plan<'_>, y: bool, g: bool) -> Self {
+        let (rows, width) = (plan.tile[0] * plan.tile[1], plan.segments.width());
+        let room = |needed| Scratch::new(if needed { rows * width } else { 0 });
+        let softmax = |len| if plan.act == FusedAct::SoftmaxFeatures { len } else { 0 };
+        Self {
+            y: room(y),
+            g: room(g),
+            sums: Scratch::new(softmax(2 * rows * LANES)),
+            row: Scratch::new(softmax(width)),
+            numbers: Scratch::new(softmax(width)),
+        }
+    }
+}
+
+/// Whether softmaxes are approximate: where that is enough for the element type, and rows are whole.
+#[inline(always)]
+pub(super) fn is_fast<S: Simd>(segments: &Segments, exact: bool) -> bool {
+    V::<S>::HAS_FAST && !exact && segments.is_whole()
+}
+
+/// x' of a patch, into `scratch.y`; tells whether it is approximate.
+#[inline(always)]
+pub(super) fn activate<S: Simd>(
+    plan: &Plan<'_>,
+    x: InputTile<'_, S::Elem>,
+    patch: &Patch<'_>,
+    columns: &Columns,
+    scratch: &mut RowScratch,
+) -> bool {
+    let (segments, rows) = (&plan.segments, patch.tile.rows);
+    let fast = is_fast::<S>(segments, columns.exact);
+    let y = OutputTile::dense(&mut scratch.y, rows, segments.width());
+    match plan.act {
+        FusedAct::Elementwise(act) => {
+            values::<S>(act, segments, x, rows, y);
+            return false;
+        }
+        FusedAct::SoftmaxFeatures => row_softmax::<S>(segments, x, rows, fast, scratch),
+        FusedAct::SoftmaxSequence => {
+            let [_, batch, head] = patch.tile.first;
+            let head = batch * plan.heads + head;
+            column_softmax::<S>(segments, x, rows, (columns, head), y);
+        }
+    }
+    fast
+}
+
+/// An elementwise activation.
+#[inline(always)]
+fn values<S: Simd>(
+    act: Act,
+    segments: &Segments,
+    x: InputTile<'_, S::Elem>,
+    [tokens, heads]: [usize; 2],
+    mut y: OutputTile<'_, Lane>,
+) {
+    let soon = Prefetch::L2(x.ahead());
+    for i in 0..tokens {
+        for j in 0..heads {
+            let (x, y) = (x.row([0, i, j]), y.row([0, i, j]));
+            for segment in segments.joined() {
+                let x = Source::<S>::new(&x[segment.features()], soon);
+                act::values(act, true, x, &mut y[segment.scratch()]);
+            }
+        }
+    }
+}
+
+/// The softmax of each row.
+#[inline(always)]
+fn row_softmax<S: Simd>(
+    segments: &Segments,
+    x: InputTile<'_, S::Elem>,
+    rows: [usize; 2],
+    fast: bool,
+    scratch: &mut RowScratch,
+) {
+    let RowScratch { y, sums, row: exponentials, numbers, .. } = scratch;
+    let width = segments.width();
+    if fast && softmax_in_range::<S>(x, rows, OutputTile::dense(y, rows, width), sums) {
+        return;
+    }
+    let mut y = OutputTile::dense(y, rows, width);
+    S::call(
+        #[inline(always)]
+        move || {
+            for i in 0..rows[0] {
+                for j in 0..rows[1] {
+                    let (x, y) = (x.row([0, i, j]), y.row([0, i, j]));
+                    if fast && in_range::<S>(x) {
+                        continue;
+                    }
+                    let inverse = V::<S>::splat(exp_row::<S>(x, exponentials));
+                    if segments.joined().len() == 1 {
+                        y.copy_from_slice(&exponentials[..y.len()]);
+                    } else {
+                        // The blocks of the segments are other ones than those of the row.
+                        to_index_order::<S>(exponentials, &mut numbers[..x.len()]);
+                        for segment in segments.joined() {
+                            to_lanes::<S>(&numbers[segment.features()], &mut y[segment.scratch()]);
+                        }
+                    }
+                    for k in (0..y.len()).step_by(LANES) {
+                        (V::get(y, k) * inverse).set(y, k);
+                    }
+                }
+            }
+        },
+    );
+}
+
+/// Whether a row's softmax needs no maximum. (A NaN in it is seen in the sum.)
+#[inline(always)]
+pub(super) fn in_range<S: Simd>(x: &[S::Elem]) -> bool {
+    let mut range = V::<S>::zero();
+    sweep(
+        x.len(),
+        #[inline(always)]
+        |at| range = V::load(x, at).abs().max(range),
+    );
+    range.largest() <= IN_RANGE
+}
+
+/// The softmax of each row, in the fast form and without a maximum. Tells whether all are in range; if
+/// not, those that are not have to be done again.
+#[inline(always)]
+fn softmax_in_range<S: Simd>(
+    x: InputTile<'_, S::Elem>,
+    [tokens, heads]: [usize; 2],
+    mut y: OutputTile<'_, Lane>,
+    sums: &mut [Lane],
+) -> bool {
+    let soon = Prefetch::L2(x.ahead());
+    S::call(
+        #[inline(always)]
+        move || {
+            let mut range = V::<S>::zero();
+            for i in 0..tokens {
+                for j in 0..heads {
+                    let (x, y) = (x.row([0, i, j]), y.row([0, i, j]));
+                    let (len, x, mut sum) = (x.len(), Source::<S>::new(x, soon), V::zero());
+                    sweep(
+                        len,
+                        #[inline(always)]
+                        |at| {
+                            let x = x.load(at);
+                            let e = x.exp_fast_in_range();
+                            range = x.abs().max(range);
+                            e.set_at(y, at);
+                            sum += e;
+                        },
+                    );
+                    sum.set(sums, (i * heads + j) * LANES);
+                }
+            }
+            // Apart, so that no row waits for its own sum.
+            for i in 0..tokens {
+                for j in 0..heads {
+                    let (y, sum) =
+                        (y.row([0, i, j]), V::<S>::get(sums, (i * heads + j) * LANES).sum());
+                    let inverse = V::<S>::splat((1.0 / f64::from(sum)) as f32);
+                    sweep(
+                        y.len(),
+                        #[inline(always)]
+                        |at| (V::at(y, at) * inverse).set_at(y, at),
+                    );
+                }
+            }
+            range.largest() <= IN_RANGE
+        },
+    )
+}
+
+/// A softmax over the sequence, from the statistics of the columns of heads from one on.
+#[inline(always)]
+fn column_softmax<S: Simd>(
+    segments: &Segments,
+    x: InputTile<'_, S::Elem>,
+    [tokens, heads]: [usize; 2],
+    (columns, first): (&Columns, usize),
+    mut y: OutputTile<'_, Lane>,
+) {
+    let soon = Prefetch::L2(x.ahead());
+    S::call(
+        #[inline(always)]
+        move || {
+            for i in 0..tokens {
+                for j in 0..heads {
+                    let (x, y, head) =
+                        (x.row([0, i, j]), y.row([0, i, j]), columns.head::<S>(first + j));
+                    for segment in segments.joined() {
+                        let x = Source::<S>::new(&x[segment.features()], soon);
+                        let (shift, inverse) =
+                            (&head.shift[segment.scratch()], &head.inverse[segment.scratch()]);
+                        let y = &mut y[segment.scratch()];
+                        if columns.exact {
+                            sweep(
+                                segment.len,
+                                #[inline(always)]
+                                |at| {
+                                    let e = (x.load(at) - V::at(shift, at)).exp();
+                                    (e * V::at(inverse, at)).set_at(y, at);
+                                },
+                            );
+                        } else if head.in_range {
+                            sweep(
+                                segment.len,
+                                #[inline(always)]
+                                |at| {
+                                    let e = x.load(at).exp_fast_in_range();
+                                    (e * V::at(inverse, at)).set_at(y, at);
+                                },
+                            );
+                        } else {
+                            sweep(
+                                segment.len,
+                                #[inline(always)]
+                                |at| {
+                                    let e = (x.load(at) - V::at(shift, at)).exp_fast();
+                                    (e * V::at(inverse, at)).set_at(y, at);
+                                },
+                            );
+                        }
+                    }
+                }
+            }
+        },
+    );
+}

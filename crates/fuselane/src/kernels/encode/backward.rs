@@ -1,0 +1,425 @@
+//! The backward: a tile of gradients is decoded, and pulled back through the activation.
+
+use super::activation::{RowScratch, activate, in_range, is_fast};
+use super::columns::Columns;
+use super::operands::{Elements, LanesMut, Output, nearest_even};
+use super::segments::Segments;
+use super::walk::{Patch, Walk, turns};
+use super::{Encoding, FusedAct};
+use crate::exec::rows::TaskRows;
+use crate::exec::scratch::{Plain, Scratch};
+use crate::kernels::act;
+use crate::kernels::lanes::{Lane, to_index_order};
+use crate::kernels::sink::{RowSink, Sink};
+use crate::kernels::softmax::{IN_RANGE, exp_row};
+use crate::kernels::source::{Prefetch, Source};
+use crate::kernels::sweep::sweep;
+use crate::kernels::tile::{InputTile, OutputTile};
+use crate::ops::act::Act;
+use crate::simd::{Kernel, LANES, Simd, V};
+
+/// For the backward of a softmax over the sequence: sum over tokens of x' * dx', for each column.
+pub(crate) struct Dots<'k, 'a, 'r, E> {
+    pub(crate) walk: Walk<'k, 'a, E>,
+    pub(crate) rows: TaskRows<'r, 2, 0>,
+    pub(crate) columns: &'k Columns,
+    pub(crate) sums: &'k mut [Lane],
+}
+
+impl<E: Encoding> Kernel for Dots<'_, '_, '_, E> {
+    #[inline(always)]
+    fn run<S: Simd>(mut self) {
+        let Self { walk, columns, sums, .. } = self;
+        let (plan, width) = (walk.plan, walk.plan.segments.width());
+        let mut scratch = RowScratch::new(plan, true, true);
+        walk.for_each_patch::<S, 2, 0>(
+            &mut self.rows,
+            1,
+            #[inline(always)]
+            |rows, patch| {
+                let tile = &patch.tile;
+                let (x, grad) = (rows.input::<S::Elem>(0, tile), rows.input::<S::Elem>(1, tile));
+                activate::<S>(plan, x, &patch, columns, &mut scratch);
+                let g = OutputTile::dense(&mut scratch.g, tile.rows, width);
+                decode::<S, E, _>(
+                    &walk,
+                    grad,
+                    &patch,
+                    LanesMut { tile: g, segments: &plan.segments },
+                );
+                let [_, batch, head] = tile.first;
+                let row = tile.rows[1] * width;
+                let sums = &mut sums[(batch * plan.heads + head) * width..][..row];
+                let rows = scratch.y.chunks_exact(row).zip(scratch.g.chunks_exact(row));
+                for (y, g) in rows.take(tile.rows[0]) {
+                    for k in (0..row).step_by(LANES) {
+                        V::<S>::get(y, k).mul_add(V::get(g, k), V::get(sums, k)).set(sums, k);
+                    }
+                }
+            },
+        );
+    }
+}
+
+/// `dx' = encode^T(grad)` of a patch.
+#[inline(always)]
+fn decode<S: Simd, E: Encoding, O: Output<S>>(
+    walk: &Walk<'_, '_, E>,
+    grad: InputTile<'_, S::Elem>,
+    patch: &Patch<'_>,
+    to: O,
+) {
+    let grad = Elements::<S, _>::new(
+        grad,
+        &walk.plan.output_segments,
+        #[inline(always)]
+        |grad| grad,
+    );
+    walk.encoding.backward(patch.loops, grad, to);
+}
+
+/// The gradients of x and of the angles.
+pub(crate) struct Backward<'k, 'a, 'r, E> {
+    pub(crate) walk: Walk<'k, 'a, E>,
+    pub(crate) rows: TaskRows<'r, 2, 1>,
+    pub(crate) columns: &'k Columns,
+    /// The sums of [`Dots`], if there are some.
+    pub(crate) dots: &'k [Lane],
+    /// Sums of the angles' gradients, if asked for.
+    pub(crate) sums: Option<&'k mut [f32]>,
+    pub(crate) non_temporal: bool,
+}
+
+impl<E: Encoding> Kernel for Backward<'_, '_, '_, E> {
+    #[inline(always)]
+    fn run<S: Simd>(mut self) {
+        let Self { walk, columns, dots, non_temporal, mut sums, .. } = self;
+        let (plan, segments) = (walk.plan, &walk.plan.segments);
+        let plain = plan.act == FusedAct::default() && sums.is_none();
+        let mut angles = AngleSums::new(&walk, sums.is_some());
+        let mut scratch = RowScratch::new(plan, !plain, !plain);
+        let entries = if plain { turns::<S>(plan.batch) } else { 1 };
+        walk.for_each_patch::<S, 2, 1>(
+            &mut self.rows,
+            entries,
+            #[inline(always)]
+            |rows, patch| {
+                let tile = patch.tile;
+                let (x, grad) = (rows.input::<S::Elem>(0, &tile), rows.input::<S::Elem>(1, &tile));
+                let dx = rows.output::<S::Elem>(0, &tile);
+                let non_temporal = non_temporal && dx.aligned_at(&segments.features());
+                if plain {
+                    return match non_temporal {
+                        true => decode(&walk, grad, &patch, nearest_even::<S, true>(dx, segments)),
+                        false => {
+                            decode(&walk, grad, &patch, nearest_even::<S, false>(dx, segments));
+                        }
+                    };
+                }
+                let g = OutputTile::dense(&mut scratch.g, tile.rows, segments.width());
+                decode::<S, E, _>(&walk, grad, &patch, LanesMut { tile: g, segments });
+                let to = Gradient::<S> { x, segments, rows: tile.rows, dx, non_temporal };
+                if plan.act == FusedAct::SoftmaxFeatures && is_fast::<S>(segments, columns.exact) {
+                    return to.row_softmax_fast(&mut scratch);
+                }
+                if sums.is_some() || !matches!(plan.act, FusedAct::Elementwise(_)) {
+                    activate::<S>(plan, x, &patch, columns, &mut scratch);
+                }
+                let y = InputTile::dense(&scratch.y, tile.rows, segments.width());
+                let g = InputTile::dense(&scratch.g, tile.rows, segments.width());
+                if let Some(sums) = &mut sums {
+                    angles.add::<S, E>(&walk, &patch, y, g, grad);
+                    if patch.last {
+                        angles.take::<S, E>(&walk, &patch, sums);
+                    }
+                }
+                match plan.act {
+                    _ if to.dx.len() == 0 => {}
+                    FusedAct::Elementwise(act) => to.elementwise(act, g),
+                    FusedAct::SoftmaxFeatures => to.row_softmax(y, g),
+                    FusedAct::SoftmaxSequence => to.column_softmax(y, g, walk.columns(dots, &tile)),
+                }
+            },
+        );
+    }
+}
+
+/// Gradients of a tile's angles, summed over the batch: by token and head.
+struct AngleSums {
+    sums: Scratch<Lane>,
+    /// Those of one token and head, in index order.
+    numbers: Scratch<f32>,
+}
+
+impl AngleSums {
+    fn new<E>(walk: &Walk<'_, '_, E>, needed: bool) -> Self {
+        let (tile, len) = (walk.plan.tile, if needed { walk.plan.angle_sums } else { 0 });
+        Self { sums: Scratch::zeros(tile[0] * tile[1] * len), numbers: Scratch::new(len) }
+    }
+
+    /// The sums of a token and head of a patch.
+    #[inline(always)]
+    fn row<E>(
+        &mut self,
+        walk: &Walk<'_, '_, E>,
+        patch: &Patch<'_>,
+        i: usize,
+        j: usize,
+    ) -> &mut [Lane] {
+        let len = walk.plan.angle_sums;
+        &mut self.sums[((patch.slot + i) * walk.plan.tile[1] + j) * len..][..len]
+    }
+
+    /// Adds those of a patch.
+    #[inline(always)]
+    fn add<S: Simd, E: Encoding>(
+        &mut self,
+        walk: &Walk<'_, '_, E>,
+        patch: &Patch<'_>,
+        y: InputTile<'_, Lane>,
+        g: InputTile<'_, Lane>,
+        grad: InputTile<'_, S::Elem>,
+    ) {
+        S::call(
+            #[inline(always)]
+            move || {
+                let [tokens, heads] = patch.tile.rows;
+                for i in 0..tokens {
+                    for j in 0..heads {
+                        walk.encoding.angle_gradients::<S>(
+                            [y.row([0, i, j]), g.row([0, i, j])],
+                            grad.row([0, i, j]),
+                            patch.loops.angle(i, j),
+                            self.row(walk, patch, i, j),
+                        );
+                    }
+                }
+            },
+        );
+    }
+
+    /// Adds coordinate * gradient to `sums`, and begins anew.
+    #[inline(always)]
+    fn take<S: Simd, E: Encoding>(
+        &mut self,
+        walk: &Walk<'_, '_, E>,
+        patch: &Patch<'_>,
+        sums: &mut [f32],
+    ) {
+        let (plan, step) = (walk.plan, walk.encoding.angle_step());
+        let split = &plan.angles.split;
+        let ([token, batch, head], [tokens, heads]) = (patch.tile.first, patch.tile.rows);
+        let mut numbers = std::mem::replace(&mut self.numbers, Scratch::new(0));
+        for i in 0..tokens {
+            for j in 0..heads {
+                let angles = self.row(walk, patch, i, j);
+                to_index_order::<S>(angles, &mut numbers);
+                angles.fill(Lane::ZERO);
+                let row = if split.theta_heads == 1 { 0 } else { head + j };
+                let sums = &mut sums[row * split.count..][..split.count];
+                plan.angles.add_gradients([batch, walk.first + token + i], &numbers, step, sums);
+            }
+        }
+        self.numbers = numbers;
+    }
+}
+
+/// `dx = act backward of dx'` for the rows of a patch.
+struct Gradient<'p, 'o, S: Simd> {
+    x: InputTile<'p, S::Elem>,
+    segments: &'p Segments,
+    /// Tokens and heads.
+    rows: [usize; 2],
+    dx: OutputTile<'o, S::Elem>,
+    /// Only where all segments of all rows are aligned.
+    non_temporal: bool,
+}
+
+impl<S: Simd> Gradient<'_, '_, S> {
+    /// dx = dx' * f'(x)
+    #[inline(always)]
+    fn elementwise(mut self, act: Act, g: InputTile<'_, Lane>) {
+        let soon = Prefetch::L2(self.x.ahead());
+        let Self { x, segments, rows: [tokens, heads], ref mut dx, non_temporal } = self;
+        for i in 0..tokens {
+            for j in 0..heads {
+                let (x, g, dx) = (x.row([0, i, j]), g.row([0, i, j]), dx.row([0, i, j]));
+                for segment in segments.joined() {
+                    let x = Source::<S>::new(&x[segment.features()], soon);
+                    let dx = RowSink::new(&mut dx[segment.features()], non_temporal);
+                    act::gradients(act, x, &g[segment.scratch()], dx);
+                }
+            }
+        }
+    }
+
+    /// dx = x' * (dx' - sum of x' * dx') by rows.
+    #[inline(always)]
+    fn row_softmax(mut self, y: InputTile<'_, Lane>, g: InputTile<'_, Lane>) {
+        S::call(
+            #[inline(always)]
+            move || {
+                for i in 0..self.rows[0] {
+                    for j in 0..self.rows[1] {
+                        let (y, g) = (y.row([0, i, j]), g.row([0, i, j]));
+                        let dot = V::<S>::splat(self.segments.dot::<S>(y, g));
+                        self.softmax_row(
+                            [i, j],
+                            [y, g],
+                            #[inline(always)]
+                            |_| dot,
+                        );
+                    }
+                }
+            },
+        );
+    }
+
+    /// The same by columns, whose sums are `dots`.
+    #[inline(always)]
+    fn column_softmax(mut self, y: InputTile<'_, Lane>, g: InputTile<'_, Lane>, dots: &[Lane]) {
+        let width = self.segments.width();
+        S::call(
+            #[inline(always)]
+            move || {
+                for i in 0..self.rows[0] {
+                    for j in 0..self.rows[1] {
+                        let dots = &dots[j * width..][..width];
+                        self.softmax_row(
+                            [i, j],
+                            [y.row([0, i, j]), g.row([0, i, j])],
+                            #[inline(always)]
+                            |k| V::get(dots, k),
+                        );
+                    }
+                }
+            },
+        );
+    }
+
+    /// dx = x' * (dx' - dot) of one row.
+    #[inline(always)]
+    fn softmax_row(
+        &mut self,
+        [i, j]: [usize; 2],
+        [y, g]: [&[Lane]; 2],
+        dot: impl Fn(usize) -> V<S>,
+    ) {
+        let dx = self.dx.row([0, i, j]);
+        for segment in self.segments.joined() {
+            let start = segment.scratch().start;
+            let mut dx = RowSink::<S>::new(&mut dx[segment.features()], self.non_temporal);
+            sweep(
+                segment.len,
+                #[inline(always)]
+                |at| {
+                    let k = start + at.i;
+                    let difference = V::get(g, k) - dot(k);
+                    dx.put(at, (V::get(y, k) * difference).round());
+                },
+            );
+        }
+    }
+
+    /// [`Gradient::row_softmax`] of whole rows from x, in the fast form and without a maximum; rows that
+    /// are not in range are done again.
+    #[inline(always)]
+    fn row_softmax_fast(mut self, scratch: &mut RowScratch) {
+        let ([tokens, heads], width) = (self.rows, self.segments.width());
+        let g = InputTile::dense(&scratch.g, self.rows, width);
+        let in_all = self.row_softmax_in_range(
+            OutputTile::dense(&mut scratch.y, self.rows, width),
+            g,
+            &mut scratch.sums,
+        );
+        if in_all {
+            return;
+        }
+        let y = &mut scratch.y[..width];
+        S::call(
+            #[inline(always)]
+            move || {
+                for i in 0..tokens {
+                    for j in 0..heads {
+                        let (x, g) = (self.x.row([0, i, j]), g.row([0, i, j]));
+                        if in_range::<S>(x) {
+                            continue;
+                        }
+                        let inverse = V::<S>::splat(exp_row::<S>(x, y));
+                        for k in (0..width).step_by(LANES) {
+                            (V::get(y, k) * inverse).set(y, k);
+                        }
+                        let dot = V::splat(self.segments.dot::<S>(y, g));
+                        self.softmax_row(
+                            [i, j],
+                            [y, g],
+                            #[inline(always)]
+                            |_| dot,
+                        );
+                    }
+                }
+            },
+        );
+    }
+
+    /// Tells whether all rows are in range.
+    #[inline(always)]
+    fn row_softmax_in_range(
+        &mut self,
+        mut y: OutputTile<'_, Lane>,
+        g: InputTile<'_, Lane>,
+        sums: &mut [Lane],
+    ) -> bool {
+        let (x, [tokens, heads], non_temporal) = (self.x, self.rows, self.non_temporal);
+        let (dx, soon) = (&mut self.dx, Prefetch::L2(x.ahead()));
+        S::call(
+            #[inline(always)]
+            move || {
+                let mut range = V::<S>::zero();
+                for i in 0..tokens {
+                    for j in 0..heads {
+                        let (x, y, g) = (x.row([0, i, j]), y.row([0, i, j]), g.row([0, i, j]));
+                        let (len, x) = (x.len(), Source::<S>::new(x, soon));
+                        let (mut sum, mut dot) = (V::zero(), V::zero());
+                        sweep(
+                            len,
+                            #[inline(always)]
+                            |at| {
+                                let x = x.load(at);
+                                let e = x.exp_fast_in_range();
+                                range = x.abs().max(range);
+                                e.set_at(y, at);
+                                sum += e;
+                                dot = e.mul_add(V::at(g, at), dot);
+                            },
+                        );
+                        let k = 2 * (i * heads + j) * LANES;
+                        sum.set(sums, k);
+                        dot.set(sums, k + LANES);
+                    }
+                }
+                // Apart, so that no row waits for its own sums.
+                for i in 0..tokens {
+                    for j in 0..heads {
+                        let k = 2 * (i * heads + j) * LANES;
+                        let inverse = 1.0 / f64::from(V::<S>::get(sums, k).sum());
+                        let dot = f64::from(V::<S>::get(sums, k + LANES).sum()) * inverse;
+                        let (inverse, dot) = (V::<S>::splat(inverse as f32), V::splat(dot as f32));
+                        let (y, g) = (y.row([0, i, j]), g.row([0, i, j]));
+                        let mut dx = RowSink::<S>::new(dx.row([0, i, j]), non_temporal);
+                        sweep(
+                            y.len(),
+                            #[inline(always)]
+                            |at| {
+                                let difference = V::at(g, at) - dot;
+                                let gradient = V::at(y, at) * inverse * difference;
+                                dx.put(at, gradient.round_ties_away());
+                            },
+                        );
+                    }
+                }
+                range.largest() <= IN_RANGE
+            },
+        )
+    }
+}

@@ -1,0 +1,114 @@
+//! The forward: a tile is activated and encoded, in one step where the activation has a fast form.
+
+use super::activation::{RowScratch, activate};
+use super::columns::Columns;
+use super::operands::{Elements, Input, Lanes, nearest_even, ties_away};
+use super::segments::Segments;
+use super::walk::{Walk, turns};
+use super::{Encoding, FusedAct, Loops};
+use crate::exec::rows::TaskRows;
+use crate::kernels::tile::{InputTile, OutputTile};
+use crate::ops::act::Act;
+use crate::simd::{Kernel, Simd};
+
+/// `o = encode(act(x))`.
+pub(crate) struct Forward<'k, 'a, 'r, E> {
+    pub(crate) walk: Walk<'k, 'a, E>,
+    pub(crate) rows: TaskRows<'r, 1, 1>,
+    pub(crate) columns: &'k Columns,
+    pub(crate) non_temporal: bool,
+}
+
+impl<E: Encoding> Kernel for Forward<'_, '_, '_, E> {
+    #[inline(always)]
+    fn run<S: Simd>(mut self) {
+        let Self { walk, columns, non_temporal, .. } = self;
+        let (plan, encoding) = (walk.plan, walk.encoding);
+        let plain = plan.act == FusedAct::default();
+        let mut scratch = RowScratch::new(plan, !plain, false);
+        let entries = if plain { turns::<S>(plan.batch) } else { 1 };
+        let (segments, output) = (&plan.segments, &plan.output_segments);
+        walk.for_each_patch::<S, 1, 1>(
+            &mut self.rows,
+            entries,
+            #[inline(always)]
+            |rows, patch| {
+                let (tile, loops) = (&patch.tile, patch.loops);
+                let (x, o) = (rows.input::<S::Elem>(0, tile), rows.output::<S::Elem>(0, tile));
+                let o = (o, output, non_temporal);
+                match plan.act {
+                    FusedAct::Elementwise(Act::None) => {
+                        let x = Elements::<S, _>::new(
+                            x,
+                            segments,
+                            #[inline(always)]
+                            |x| x,
+                        );
+                        exactly(encoding, loops, x, o);
+                    }
+                    FusedAct::Elementwise(Act::Sigmoid) => {
+                        let x = Elements::<S, _>::new(
+                            x,
+                            segments,
+                            #[inline(always)]
+                            |x| x.sigmoid_fast(),
+                        );
+                        approximately(encoding, loops, x, o);
+                    }
+                    FusedAct::Elementwise(Act::Silu) => {
+                        let x = Elements::<S, _>::new(
+                            x,
+                            segments,
+                            #[inline(always)]
+                            |x| x.silu_fast(),
+                        );
+                        approximately(encoding, loops, x, o);
+                    }
+                    _ => {
+                        let fast = activate::<S>(plan, x, &patch, columns, &mut scratch);
+                        let y = InputTile::dense(&scratch.y, tile.rows, segments.width());
+                        let y = Lanes { tile: y, segments };
+                        if fast {
+                            approximately::<S, E, _>(encoding, loops, y, o);
+                        } else {
+                            exactly::<S, E, _>(encoding, loops, y, o);
+                        }
+                    }
+                }
+            },
+        );
+    }
+}
+
+/// An output, its segments, and whether stores should be non-temporal.
+type To<'t, S> = (OutputTile<'t, <S as Simd>::Elem>, &'t Segments, bool);
+
+/// Encodes, and rounds to nearest even.
+#[inline(always)]
+fn exactly<S: Simd, E: Encoding, X: Input<S>>(
+    encoding: E,
+    loops: Loops<'_>,
+    x: X,
+    (o, segments, non_temporal): To<'_, S>,
+) {
+    if non_temporal && o.aligned_at(&segments.features()) {
+        encoding.forward(loops, x, nearest_even::<S, true>(o, segments));
+    } else {
+        encoding.forward(loops, x, nearest_even::<S, false>(o, segments));
+    }
+}
+
+/// Encodes what is approximate, so that ties are chance.
+#[inline(always)]
+fn approximately<S: Simd, E: Encoding, X: Input<S>>(
+    encoding: E,
+    loops: Loops<'_>,
+    x: X,
+    (o, segments, non_temporal): To<'_, S>,
+) {
+    if non_temporal && o.aligned_at(&segments.features()) {
+        encoding.forward(loops, x, ties_away::<S, true>(o, segments));
+    } else {
+        encoding.forward(loops, x, ties_away::<S, false>(o, segments));
+    }
+}

@@ -1,0 +1,493 @@
+//! The backward of the normalization.
+//!
+//! For each row, of what the forward has kept, the mean of p and rstd:
+//!
+//! ```text
+//! q = p - mean,  r = q * rstd                                  a Prologue
+//! do1 = do [* g(gate)],  dr = do1 * weight
+//! mean(q), mean(dr), mean(r * dr)                              Reduce, then Means
+//! dp = (dr - mean(dr) - r * mean(r * dr)) * rstd               Write
+//! dx = dp [* g(gate)] [+ grad_residual_out],  dgate            an Epilogue
+//! dweight += do1 * r,  dbias += do1
+//! ```
+//!
+//! As in the forward, a call is a composition: of a [`Prologue`], which knows the way from the operands to
+//! r and back, and an [`Epilogue`], which knows what is asked for. [`Backward::run`] lists the usual ones,
+//! [`Any`] serves all others, and [`Tiles`] drives the passes.
+//!
+//! **The gate** is evaluated exactly, in 16 bits too: its value enters the sums that the gradient of the
+//! weight is, whose error would otherwise be that of a fast form, as this is biased. The first pass keeps
+//! one number ([`FoldedSigmoid`]), of which the second one makes value and slope in few steps.
+
+mod parts;
+
+use std::ops::Range;
+
+use super::{
+    AsSpan, ByRow, CHUNK, ParameterRows, SOON, Sigmoid, Silu, Sinks, TILE_ROWS, ahead, number,
+    of_slot, of_slot_mut, stores_span, tile_rows,
+};
+use crate::exec::rows::TaskRows;
+use crate::exec::scratch::Scratch;
+use crate::kernels::act;
+use crate::kernels::lanes::Lane;
+use crate::kernels::rows::{InputRows, OperandRows, OutputRows};
+use crate::kernels::sink::TileSink;
+use crate::kernels::source::{Prefetch, Source};
+use crate::kernels::sweep::{At, Sums, chunks, sweep_range};
+use crate::ops::act::Act;
+use crate::ops::normalize::GatePosition::{self, Post, Pre};
+use crate::simd::{Kernel, LANES, Line, Simd, V};
+use parts::{
+    Any, Centered, Dx, DxDgateDweight, DxDweight, DxDweightDbias, Epilogue, Gated, In, Inputs,
+    Moments, Out, Outputs, Plain, PlusResidualOut, Prologue, Sum, gradients, q_and_dr,
+};
+
+/// Rows that the parameters' gradients are summed over before they go to the sums of the task, so that a
+/// small addend does not meet a large sum too often.
+const RECENT: usize = 64;
+
+/// What takes part in a call, and what is asked for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct With {
+    pub(crate) residual: bool,
+    pub(crate) gate: Option<(GatePosition, Act)>,
+    pub(crate) center: bool,
+    pub(crate) bias: bool,
+    pub(crate) grad_residual_out: bool,
+    pub(crate) dx: bool,
+    pub(crate) dresidual: bool,
+    pub(crate) dgate: bool,
+    pub(crate) dweight: bool,
+    pub(crate) dbias: bool,
+}
+
+/// The gradients of the rows of a task: `groups` rows after another share the parameters.
+pub(crate) struct Backward<'r> {
+    pub(crate) with: With,
+    pub(crate) groups: usize,
+    /// The weight with all that is worked into it, of all groups.
+    pub(crate) weight: &'r [f32],
+    /// The bias of all groups; empty, if there is none.
+    pub(crate) bias: &'r [f32],
+    /// grad, x, residual, gate and grad_residual_out; dx, dresidual and dgate; rstd and mean.
+    pub(crate) rows: TaskRows<'r, 5, 3, 2>,
+    pub(crate) non_temporal: bool,
+    /// The sums that dweight and dbias are, whichever are asked for, of all groups.
+    pub(crate) sums: &'r mut [Lane],
+}
+
+impl Kernel for Backward<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let With { residual, gate, center, bias, grad_residual_out, .. } = self.with;
+        let With { dx, dresidual, dgate, dweight, dbias, .. } = self.with;
+        // Some of these sum a gradient of the weight that nobody asks for, which then is forgotten: that
+        // takes half the time of the generic code.
+        if S::COMPOSED && dx && !dresidual && !dgate {
+            match ((residual, gate, center, grad_residual_out), dweight, dbias) {
+                ((false, None, false, false), true, false) => {
+                    return self.differentiate::<S, _, _>(Plain, DxDweight);
+                }
+                ((false, None, false, false), false, false) => {
+                    return self.differentiate::<S, _, _>(Plain, Dx);
+                }
+                ((true, None, false, false), _, false) => {
+                    return self.differentiate::<S, _, _>(Sum, DxDweight);
+                }
+                ((false, None, false, true), _, false) => {
+                    return self.differentiate::<S, _, _>(PlusResidualOut, DxDweight);
+                }
+                ((false, None, true, false), true, true) => {
+                    return self.differentiate::<S, _, _>(Centered, DxDweightDbias);
+                }
+                _ => {}
+            }
+        }
+        let others = residual || center || grad_residual_out || dresidual || bias || dbias;
+        if V::<S>::HAS_FAST && dx && dgate && !others {
+            match gate {
+                Some((Pre, Act::Sigmoid)) => {
+                    return self.differentiate::<S, _, _>(Gated(In, Sigmoid), DxDgateDweight);
+                }
+                Some((Pre, Act::Silu)) => {
+                    return self.differentiate::<S, _, _>(Gated(In, Silu), DxDgateDweight);
+                }
+                Some((Post, Act::Sigmoid)) => {
+                    return self.differentiate::<S, _, _>(Gated(Out, Sigmoid), DxDgateDweight);
+                }
+                Some((Post, Act::Silu)) => {
+                    return self.differentiate::<S, _, _>(Gated(Out, Silu), DxDgateDweight);
+                }
+                _ => {}
+            }
+        }
+        let with = self.with;
+        let any = Any::new(&with);
+        self.differentiate::<S, _, _>(any, any);
+    }
+}
+
+/// The sums of q, of dr and of q * dr of a row.
+type Totals = [f64; 3];
+
+/// The lane sums of a chunk, of what [`Totals`] are.
+struct ChunkSums<S: Simd> {
+    q: Sums<S, 1>,
+    dr: Sums<S, 1>,
+    qdr: Sums<S, 2>,
+}
+
+impl<S: Simd> ChunkSums<S> {
+    #[inline(always)]
+    fn zero() -> Self {
+        Self { q: Sums::zero(), dr: Sums::zero(), qdr: Sums::zero() }
+    }
+
+    /// Takes q and dr of a block.
+    #[inline(always)]
+    fn add<P: Prologue<S>>(&mut self, prologue: P, (q, dr): (V<S>, V<S>), at: At) {
+        self.qdr.add_product(if P::GATED { At { slot: 0, ..at } } else { at }, q, dr);
+        if prologue.centers() {
+            self.q.add(at, if at.is_full() { q } else { q.first(at.n, 0.0) });
+            self.dr.add(at, dr);
+        }
+    }
+
+    #[inline(always)]
+    fn add_to(self, totals: &mut Totals) {
+        let Self { q, dr, qdr } = self;
+        for (total, sum) in totals.iter_mut().zip([q.total(), dr.total(), qdr.total()]) {
+            *total += f64::from(sum.sum());
+        }
+    }
+}
+
+/// A tile, as some of the rows at hand.
+type Tile = Range<usize>;
+
+/// Of each row of a tile, a number.
+type OfTile<N> = [N; TILE_ROWS];
+
+impl Backward<'_> {
+    /// Inlined into `run`, as the passes are functions of their own.
+    #[inline(always)]
+    fn differentiate<S: Simd, P: Prologue<S>, E: Epilogue<S>>(mut self, prologue: P, epilogue: E) {
+        let (groups, len) = (self.groups, self.weight.len() / self.groups);
+        if len == 0 {
+            return;
+        }
+        let (width, tile_rows) = (len.next_multiple_of(LANES), tile_rows(len, 1));
+        let weight = ParameterRows::new::<S>(self.weight, groups, len);
+        let bias = ParameterRows::new::<S>(self.bias, groups, len);
+        let before = prologue.gate_before().is_some();
+        let mut kept = Scratch::new(if before || P::GATED { tile_rows * width } else { 0 });
+        let mut slopes = Scratch::new(if before { tile_rows * width } else { 0 });
+        let dweight_len = if epilogue.sums_dweight() { groups * width } else { 0 };
+        let mut forgotten = Scratch::zeros(dweight_len.saturating_sub(self.sums.len()));
+        let sums = if forgotten.is_empty() { self.sums } else { &mut forgotten };
+        // The sums of a task that has no more rows are recent themselves.
+        let few = self.rows.range().len() <= RECENT * groups;
+        let mut recent = Scratch::zeros(if few { 0 } else { sums.len() });
+        for first in self.rows.range().step_by(RECENT * groups) {
+            let into = if few { &mut *sums } else { &mut recent };
+            let (dweight, dbias) = into.split_at_mut(dweight_len);
+            let mut first = first;
+            let end = first + RECENT * groups;
+            while let Some(mut rows) = self.rows.next_rows::<S::Elem>(end - first) {
+                let count = rows.count;
+                let mut tiles = Tiles::<S, P, E> {
+                    call: Call {
+                        prologue,
+                        epilogue,
+                        len,
+                        width,
+                        first,
+                        weight: &weight,
+                        bias: &bias,
+                    },
+                    non_temporal: self.non_temporal,
+                    rows: &mut rows,
+                    kept: &mut kept,
+                    slopes: &mut slopes,
+                    dweight: &mut *dweight,
+                    dbias: &mut *dbias,
+                    totals: [[0.0; 3]; TILE_ROWS],
+                };
+                tiles.differentiate(tile_rows);
+                first += count;
+            }
+            if !few {
+                add_recent::<S>(&mut recent, sums);
+            }
+        }
+    }
+}
+
+/// Adds what was summed of late to the sums of the task, and starts anew.
+#[inline(always)]
+fn add_recent<S: Simd>(recent: &mut [Lane], sums: &mut [Lane]) {
+    for i in (0..sums.len()).step_by(LANES) {
+        (V::<S>::get(sums, i) + V::get(recent, i)).set(sums, i);
+        V::<S>::zero().set(recent, i);
+    }
+}
+
+/// What all rows share.
+#[derive(Clone, Copy)]
+struct Call<'t, P, E> {
+    prologue: P,
+    epilogue: E,
+    len: usize,
+    /// Numbers of scratch from row to row.
+    width: usize,
+    /// The number of the first row, which tells its parameters.
+    first: usize,
+    weight: &'t ParameterRows,
+    bias: &'t ParameterRows,
+}
+
+impl<'t, P: Copy, E: Copy> Call<'t, P, E> {
+    /// What the passes read of a row, and what to ask for while they read grad, x and residual, the gate,
+    /// and grad_residual_out.
+    #[inline(always)]
+    fn inputs<'r, S: Simd>(
+        &self,
+        [grad, x, residual, gate, grad_residual_out]: &[InputRows<'r, S::Elem>; 5],
+        row: usize,
+        slopes: &'r [Lane],
+        [of_most, of_gate, of_residual_out]: [Prefetch; 3],
+    ) -> Inputs<'r, S>
+    where
+        't: 'r,
+    {
+        Inputs {
+            grad: Source::new(grad.row(row), of_most),
+            x: Source::new(x.row(row), of_most),
+            residual: Source::new(residual.row(row), of_most),
+            gate: Source::new(gate.row(row), of_gate),
+            grad_residual_out: Source::new(grad_residual_out.row(row), of_residual_out),
+            weight: self.weight.of_row(self.first + row),
+            bias: self.bias.of_row(self.first + row),
+            slopes,
+        }
+    }
+
+    /// The sums for a row's parameter, if there are any.
+    #[inline(always)]
+    fn sums_of_row<'s>(&self, sums: &'s mut [Lane], row: usize) -> &'s mut [Lane] {
+        of_slot_mut(sums, (self.first + row) % self.weight.groups, self.width)
+    }
+}
+
+/// Rows at equal distances, which go tile by tile.
+struct Tiles<'t, 'r, S: Simd, P, E> {
+    call: Call<'t, P, E>,
+    /// Whether outputs should be stored non-temporally.
+    non_temporal: bool,
+    rows: &'t mut OperandRows<'r, S::Elem, 5, 3, 2>,
+    /// Of a tile, what is kept of the gate (its values, if they were found before), and its slopes.
+    kept: &'t mut [Lane],
+    slopes: &'t mut [Lane],
+    dweight: &'t mut [Lane],
+    dbias: &'t mut [Lane],
+    /// What the first pass found.
+    totals: OfTile<Totals>,
+}
+
+impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
+    #[inline(always)]
+    fn differentiate(&mut self, tile_rows: usize) {
+        let count = self.rows.count;
+        let mut tile = 0..tile_rows.min(count);
+        self.reduce(tile.clone());
+        while !tile.is_empty() {
+            let next = tile.end..(tile.end + tile_rows).min(count);
+            let moments = self.moments(tile.clone());
+            if S::PIPELINE && P::PIPELINED && next.len() == tile.len() {
+                let slots = 0..tile.len();
+                match stores_span::<S>(&self.rows.outputs, &tile, self.non_temporal) {
+                    true => self.write::<AsSpan, true>([&tile, &next], slots, &moments),
+                    false => self.write::<ByRow, true>([&tile, &next], slots, &moments),
+                }
+            } else {
+                let span = stores_span::<S>(&self.rows.outputs, &(0..1), self.non_temporal);
+                // A function for each row, as its loop needs all registers.
+                for slot in 0..tile.len() {
+                    let slots = slot..slot + 1;
+                    if <S::Line as Line>::ANY && span {
+                        self.write::<AsSpan, false>([&tile, &tile], slots, &moments);
+                    } else {
+                        self.write::<ByRow, false>([&tile, &tile], slots, &moments);
+                    }
+                }
+                self.reduce(next.clone());
+            }
+            tile = next;
+        }
+    }
+
+    /// What to ask for while a tile is read, so that memory is busy: the next one, if rows follow each
+    /// other.
+    #[inline(always)]
+    fn ahead(&self, tile: &Tile) -> Prefetch {
+        ahead::<S>(tile.len() * self.call.len * size_of::<S::Elem>())
+    }
+
+    /// Finds the sums of each row of a tile, and what is needed of the gate.
+    #[inline(always)]
+    fn reduce(&mut self, tile: Tile) {
+        let prologue = self.call.prologue;
+        if let Some(act) = prologue.gate_before() {
+            for (slot, row) in tile.clone().enumerate() {
+                let kept = of_slot_mut(self.kept, slot, self.call.width);
+                let slopes = of_slot_mut(self.slopes, slot, self.call.width);
+                let gate = Source::<S>::new(self.rows.inputs[3].row(row), Prefetch::None);
+                act::values_and_slopes(act, true, gate, kept, slopes);
+            }
+        }
+        if !prologue.reduces() {
+            return;
+        }
+        let this = self;
+        S::call(
+            #[inline(always)]
+            move || {
+                let (call, ahead) = (this.call, this.ahead(&tile));
+                for (slot, row) in tile.enumerate() {
+                    let mean = V::splat(saved_mean(this.rows.saved[1].row(row)));
+                    let prefetch = [Prefetch::None, ahead, Prefetch::None];
+                    let inputs = call.inputs(&this.rows.inputs, row, &[], prefetch);
+                    let kept = of_slot_mut(this.kept, slot, call.width);
+                    let mut totals = [0.0; 3];
+                    for chunk in chunks(call.len, CHUNK) {
+                        let mut sums = ChunkSums::zero();
+                        sweep_range(
+                            chunk,
+                            #[inline(always)]
+                            |at| {
+                                sums.add(prologue, q_and_dr(prologue, &inputs, mean, kept, at), at)
+                            },
+                        );
+                        sums.add_to(&mut totals);
+                    }
+                    this.totals[slot] = totals;
+                }
+            },
+        );
+    }
+
+    /// What is known of each row of a tile as a whole.
+    #[inline(always)]
+    fn moments(&self, tile: Tile) -> OfTile<Moments<f32>> {
+        let mut all = [Moments::default(); TILE_ROWS];
+        let per_element = 1.0 / self.call.len as f64;
+        let [rstds, means] = &self.rows.saved;
+        for (slot, row) in tile.enumerate() {
+            let [q, dr, qdr] = self.totals[slot];
+            let rstd = number(f64::from(rstds.row(row)[0]));
+            let mean_q = q * per_element;
+            all[slot] = Moments {
+                mean: saved_mean(means.row(row)),
+                rstd,
+                mean_q: number(mean_q),
+                mean_dr: number(dr * per_element),
+                mean_rdr: number((qdr - mean_q * dr) * f64::from(rstd) * per_element),
+            };
+        }
+        all
+    }
+
+    /// Writes the gradients of some rows of a tile, and adds to those of the parameters.
+    ///
+    /// With `REDUCE`, it finds the sums of the same rows of the next tile in the same loop; see
+    /// `write_and_reduce` of the forward. What is kept of the next row's gate takes the place of what was
+    /// just used.
+    #[inline(always)]
+    fn write<O: Sinks<S>, const REDUCE: bool>(
+        &mut self,
+        [tile, next]: [&Tile; 2],
+        slots: Range<usize>,
+        moments: &OfTile<Moments<f32>>,
+    ) {
+        let ahead = self.ahead(tile);
+        let [of_row, of_next] = match REDUCE {
+            true => [[Prefetch::None, Prefetch::None, SOON], [SOON, SOON, Prefetch::None]],
+            false if P::GATED => [[ahead, Prefetch::None, Prefetch::None]; 2],
+            false => [[ahead, ahead, Prefetch::None]; 2],
+        };
+        let this = self;
+        S::call(
+            #[inline(always)]
+            move || {
+                let call = this.call;
+                let Call { prologue, epilogue, len, width, .. } = call;
+                let OperandRows { inputs, outputs, .. } = &mut *this.rows;
+                let rows = tile.start + slots.start..tile.start + slots.end;
+                let mut sinks = sinks::<S, O>(outputs, &rows, this.non_temporal);
+                let [dx, dresidual, dgate] = &mut sinks;
+                for slot in slots.clone() {
+                    let row = tile.start + slot;
+                    let kept = of_slot_mut(this.kept, slot, width);
+                    let slopes = of_slot(this.slopes, slot, width);
+                    let row_inputs = call.inputs::<S>(inputs, row, slopes, of_row);
+                    let next_inputs = call.inputs::<S>(inputs, next.start + slot, &[], of_next);
+                    let moments = moments[slot].splat();
+                    let mut to = Outputs {
+                        dx: dx.row(slot - slots.start),
+                        dresidual: dresidual.row(slot - slots.start),
+                        dgate: dgate.row(slot - slots.start),
+                        dweight: call.sums_of_row(this.dweight, row),
+                        dbias: call.sums_of_row(this.dbias, row),
+                    };
+                    let mut totals = [0.0; 3];
+                    for chunk in chunks(len, CHUNK) {
+                        let mut sums = ChunkSums::zero();
+                        sweep_range(
+                            chunk,
+                            #[inline(always)]
+                            |at| {
+                                // Loads before stores: a load waits for a store just before to an address
+                                // that differs in its upper bits only, as those of rows of 4 KiB do.
+                                let found = gradients(prologue, &row_inputs, &moments, kept, at);
+                                if REDUCE {
+                                    let zero = V::zero();
+                                    let next = q_and_dr(prologue, &next_inputs, zero, kept, at);
+                                    sums.add(prologue, next, at);
+                                }
+                                epilogue.put(found, &mut to, at);
+                            },
+                        );
+                        sums.add_to(&mut totals);
+                    }
+                    if REDUCE {
+                        this.totals[slot] = totals;
+                    }
+                }
+                sinks.into_iter().for_each(O::Tile::finish);
+            },
+        );
+    }
+}
+
+/// Some rows of the outputs, as sinks.
+#[inline(always)]
+fn sinks<'s, S: Simd, O: Sinks<S>>(
+    outputs: &'s mut [OutputRows<'_, S::Elem>; 3],
+    rows: &Range<usize>,
+    non_temporal: bool,
+) -> [O::Tile<'s>; 3] {
+    outputs.each_mut().map(
+        #[inline(always)]
+        |output| {
+            let non_temporal = non_temporal && output.aligned();
+            O::Tile::new(output.slice(rows.start, rows.len()), non_temporal)
+        },
+    )
+}
+
+/// The mean of a row that the forward has saved, if it has.
+#[inline(always)]
+fn saved_mean(mean: &[f32]) -> f32 {
+    mean.first().map_or(0.0, |&mean| number(f64::from(mean)))
+}

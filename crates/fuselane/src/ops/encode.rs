@@ -1,0 +1,474 @@
+//! What `rotate` and `cosine` share: an activation, then an encoding by the token's angles.
+//!
+//! ```text
+//! x' = act(x)                    elementwise, or softmax over features, or over the sequence
+//! o  = encode(x', A)             the operator's own formula, row by row
+//! dx' = encode^T(do, A),  dx = act backward,  dtheta = sum of coordinate * dA
+//! ```
+
+use std::fmt;
+use std::ops::Range;
+use std::str::FromStr;
+
+use super::act::Act;
+use super::angles::{self, AngleSplit, Angles, Placement};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::exec::operands::{Named, Operands, contiguous_rows, disjoint};
+use crate::exec::parallel::current_threads;
+use crate::exec::rows::Rows;
+use crate::exec::scratch::Scratch;
+use crate::isa;
+use crate::kernels::encode::{
+    Backward, ColumnStatistics, Columns, Dots, Encoding, Forward, Passes, Plan, Walk,
+};
+use crate::kernels::lanes::Lane;
+use crate::plan;
+use crate::simd::dispatch;
+use crate::view::{View, ViewMut};
+
+/// The activation that `rotate` and `cosine` apply to their input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FusedAct {
+    /// An elementwise one.
+    Elementwise(Act),
+    /// Softmax over the features of each token and head.
+    SoftmaxFeatures,
+    /// Softmax over the tokens of each sequence, for each head and feature.
+    SoftmaxSequence,
+}
+
+impl Default for FusedAct {
+    fn default() -> Self {
+        Self::Elementwise(Act::None)
+    }
+}
+
+impl From<Act> for FusedAct {
+    fn from(act: Act) -> Self {
+        Self::Elementwise(act)
+    }
+}
+
+impl fmt::Display for FusedAct {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Elementwise(act) => act.fmt(f),
+            Self::SoftmaxFeatures => f.pad("softmax_features"),
+            Self::SoftmaxSequence => f.pad("softmax_sequence"),
+        }
+    }
+}
+
+impl FromStr for FusedAct {
+    type Err = Error;
+    fn from_str(name: &str) -> Result<Self> {
+        match name {
+            "softmax_features" => Ok(Self::SoftmaxFeatures),
+            "softmax_sequence" => Ok(Self::SoftmaxSequence),
+            _ => name.parse().map(Self::Elementwise),
+        }
+    }
+}
+
+/// The order of a tensor's dimensions. Any strides go with either.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum TokenLayout {
+    /// (batch, tokens, heads, features)
+    #[default]
+    TokensHeads,
+    /// (batch, heads, tokens, features)
+    HeadsTokens,
+}
+
+/// The arguments that the two operators have in common.
+pub(crate) struct Call<'a> {
+    pub(crate) act: FusedAct,
+    pub(crate) layout: TokenLayout,
+    pub(crate) placement: Placement<'a>,
+    pub(crate) angles: Angles<'a>,
+    /// Angles per token and head.
+    pub(crate) count: usize,
+}
+
+impl<'a> Call<'a> {
+    /// Theta, as an input that no output may overlap.
+    fn theta(&self) -> Named<Option<View<'a>>> {
+        match self.angles {
+            Angles::Theta(theta) => ("theta", Some(theta)),
+            Angles::Table(_) => ("theta", None),
+        }
+    }
+
+    /// Whether a backward looks at x.
+    fn needs_x(&self, gradients: &Gradients<'_>) -> bool {
+        self.act != FusedAct::default() || gradients.dtheta.is_some()
+    }
+
+    /// Checks the angles of a call on activations of `dtype`.
+    fn check_angles(
+        &self,
+        operator: &'static str,
+        dtype: DType,
+        [b, n, h, _]: [usize; 4],
+    ) -> Result<AngleSplit> {
+        let &Self { placement, angles, count, .. } = self;
+        angles::check(operator, angles, placement, count, dtype.real(), [b, n, h])
+    }
+
+    /// What kernels need of a call that was checked and is not empty. Reads theta.
+    fn plan<E: Encoding>(
+        &self,
+        encoding: E,
+        x: &View<'_>,
+        checked: plan::Encoding,
+        passes: Passes,
+    ) -> Plan<'a> {
+        let order = tokens_first(self.layout);
+        let strides = [0, 2].map(|i| x.strides()[order[i]].unsigned_abs());
+        let angles = (self.angles, self.placement);
+        Plan::new(encoding, self.act, angles, checked, (x.dtype().size(), strides), passes)
+    }
+
+    /// The token ranges that are worked on one after the other: packed sequences where the activation
+    /// runs over them, else all tokens at once.
+    fn sequences(&self, tokens: usize) -> Vec<Range<usize>> {
+        match (self.act, self.placement.sequences) {
+            (FusedAct::SoftmaxSequence, Some(ends)) => {
+                ends.windows(2).map(|pair| pair[0]..pair[1]).collect()
+            }
+            _ => std::iter::once(0..tokens).collect(),
+        }
+    }
+}
+
+/// Tensors of a backward call.
+pub(crate) struct Gradients<'a> {
+    pub(crate) x: Option<View<'a>>,
+    pub(crate) grad: View<'a>,
+    pub(crate) dx: Option<ViewMut<'a>>,
+    pub(crate) dtheta: Option<ViewMut<'a>>,
+}
+
+/// Batch, tokens, heads and features of a tensor.
+pub(crate) fn dimensions(
+    operator: &'static str,
+    name: &'static str,
+    view: &View<'_>,
+    layout: TokenLayout,
+) -> Result<[usize; 4]> {
+    match (view.shape(), layout) {
+        (&[b, n, h, d], TokenLayout::TokensHeads) => Ok([b, n, h, d]),
+        (&[b, h, n, d], TokenLayout::HeadsTokens) => Ok([b, n, h, d]),
+        (shape, _) => Err(Error::new(
+            operator,
+            name,
+            format!("has shape {shape:?}"),
+            match layout {
+                TokenLayout::TokensHeads => "(batch, tokens, heads, features)",
+                TokenLayout::HeadsTokens => "(batch, heads, tokens, features)",
+            },
+        )),
+    }
+}
+
+/// The order of dimensions that makes (tokens, batch, heads, features) of a layout.
+fn tokens_first(layout: TokenLayout) -> [usize; 4] {
+    match layout {
+        TokenLayout::TokensHeads => [1, 0, 2, 3],
+        TokenLayout::HeadsTokens => [2, 0, 1, 3],
+    }
+}
+
+fn check_shape(
+    operator: &'static str,
+    name: &'static str,
+    view: &View<'_>,
+    like: (&'static str, &View<'_>),
+    features: usize,
+) -> Result<()> {
+    let expected = [&like.1.shape()[..3], &[features]].concat();
+    if view.shape() != expected {
+        return Err(Error::new(
+            operator,
+            name,
+            format!("has shape {:?}", view.shape()),
+            format!("{expected:?} (from {} {:?})", like.0, like.1.shape()),
+        ));
+    }
+    contiguous_rows(operator, name, *view)
+}
+
+/// Checks a forward, and tells what it comes to. Nothing is read or written.
+pub(crate) fn check_forward<E: Encoding>(
+    encoding: E,
+    call: &Call<'_>,
+    x: View<'_>,
+    o: &mut ViewMut<'_>,
+) -> Result<plan::Encoding> {
+    let dims @ [.., d] = dimensions(E::OPERATOR, "x", &x, call.layout)?;
+    let width = encoding.output_len(d);
+    check_shape(E::OPERATOR, "o", &o.as_view(), ("x", &x), width)?;
+    contiguous_rows(E::OPERATOR, "x", x)?;
+    let split = call.check_angles(E::OPERATOR, x.dtype(), dims)?;
+    // All of it at once: packed sequences are worked on one after the other.
+    disjoint(E::OPERATOR, &[("x", Some(x)), call.theta()], &[("o", o.as_view())])?;
+    if !x.is_empty() {
+        forward_operands(x, o.reborrow(), width).check(E::OPERATOR)?;
+    }
+    Ok(planned(encoding, dims, split))
+}
+
+fn forward_operands<'a>(x: View<'a>, o: ViewMut<'a>, width: usize) -> Operands<'a, 1, 1, 0, 0> {
+    Operands {
+        output_len: [Some(width)],
+        ..Operands::plain(("x", x), [("x", Some(x))], [("o", Some(o))])
+    }
+}
+
+fn planned<E: Encoding>(
+    encoding: E,
+    [batch, tokens, heads, features]: [usize; 4],
+    split: AngleSplit,
+) -> plan::Encoding {
+    let (output_features, pairs) = (encoding.output_len(features), encoding.pairs());
+    plan::Encoding { batch, tokens, heads, features, output_features, pairs, split }
+}
+
+/// Encodes `x` into `o`.
+pub(crate) fn forward<E: Encoding>(
+    encoding: E,
+    call: &Call<'_>,
+    x: View<'_>,
+    mut o: ViewMut<'_>,
+) -> Result<()> {
+    let checked = check_forward(encoding, call, x, &mut o)?;
+    if x.is_empty() {
+        return Ok(());
+    }
+    let order = tokens_first(call.layout);
+    let isa = isa();
+    let plan = call.plan(encoding, &x, checked, Passes { backward: false, dtheta: false });
+    let x = x.permute(&order)?;
+    for tokens in call.sequences(x.shape()[0]) {
+        let x = x.narrow(0, tokens.start, tokens.len())?;
+        let o = o.reborrow().permute(&order)?.narrow(0, tokens.start, tokens.len())?;
+        let rows = Rows::new(E::OPERATOR, forward_operands(x, o, checked.output_features))?;
+        let columns = column_statistics(E::OPERATOR, &plan, Some(&x), false)?;
+        let (columns, non_temporal) = (&columns, rows.non_temporal());
+        rows.for_each_task(group(&checked), |part| {
+            let walk = Walk { plan: &plan, encoding, first: tokens.start };
+            dispatch(isa, rows.dtype(), Forward { walk, rows: part, columns, non_temporal });
+        });
+    }
+    Ok(())
+}
+
+/// A view with the dimensions of a backward, and its name: x where there is one, else dx, whose
+/// shape is the same. Without either the call asks for nothing.
+fn like<'a>(gradients: &Gradients<'a>) -> Result<Option<Named<View<'a>>>> {
+    Ok(match (&gradients.x, &gradients.dx) {
+        (Some(x), _) => Some(("x", *x)),
+        (None, Some(dx)) => Some(("dx", View::dense_shape(dx.dtype(), dx.shape())?)),
+        (None, None) => None,
+    })
+}
+
+/// Checks a backward, and tells what it comes to: nothing at all, if it asks for nothing. Nothing is
+/// read or written.
+pub(crate) fn check_backward<E: Encoding>(
+    encoding: E,
+    call: &Call<'_>,
+    gradients: &mut Gradients<'_>,
+) -> Result<plan::Encoding> {
+    let operator = E::OPERATOR;
+    let grad = gradients.grad;
+    let needs_x = call.needs_x(gradients);
+    if needs_x && gradients.x.is_none() {
+        let expected = "it (the backward of an activation and dtheta need it)";
+        return Err(Error::new(operator, "x", "is missing", expected));
+    }
+    let Some(like) = like(gradients)? else {
+        return Ok(planned(encoding, [0; 4], AngleSplit::default()));
+    };
+    let dims @ [.., d] = dimensions(operator, like.0, &like.1, call.layout)?;
+    let width = encoding.output_len(d);
+    check_shape(operator, "grad", &grad, (like.0, &like.1), width)?;
+    if let Some(dx) = &gradients.dx {
+        check_shape(operator, "dx", &dx.as_view(), (like.0, &like.1), d)?;
+    }
+    if let Some(x) = &gradients.x {
+        contiguous_rows(operator, "x", *x)?;
+    }
+    let split = call.check_angles(operator, like.1.dtype(), dims)?;
+    if let Some(dtheta) = &gradients.dtheta {
+        let expected = [split.theta_heads, split.theta_columns];
+        if dtheta.shape() != expected {
+            let got = format!("has shape {:?}", dtheta.shape());
+            let expected = format!("{expected:?} (shape of theta)");
+            return Err(Error::new(operator, "dtheta", got, expected));
+        }
+    }
+    let inputs = [("x", gradients.x), ("grad", Some(grad)), call.theta()];
+    let mut written = Vec::with_capacity(2);
+    written.extend(gradients.dx.iter().map(|dx| ("dx", dx.as_view())));
+    written.extend(gradients.dtheta.iter().map(|dtheta| ("dtheta", dtheta.as_view())));
+    disjoint(operator, &inputs, &written)?;
+    if !like.1.is_empty() {
+        let dx = gradients.dx.as_mut().map(ViewMut::reborrow);
+        let x = gradients.x.filter(|_| needs_x);
+        backward_operands(like, x, grad, dx, width).check(operator)?;
+    }
+    Ok(planned(encoding, dims, split))
+}
+
+fn backward_operands<'a>(
+    like: Named<View<'a>>,
+    x: Option<View<'a>>,
+    grad: View<'a>,
+    dx: Option<ViewMut<'a>>,
+    width: usize,
+) -> Operands<'a, 2, 1, 0, 0> {
+    Operands {
+        input_len: [None, Some(width)],
+        ..Operands::plain(like, [("x", x), ("grad", Some(grad))], [("dx", dx)])
+    }
+}
+
+/// Pulls `grad` back through the encoding and the activation.
+pub(crate) fn backward<E: Encoding>(
+    encoding: E,
+    call: &Call<'_>,
+    mut gradients: Gradients<'_>,
+) -> Result<()> {
+    let operator = E::OPERATOR;
+    let checked = check_backward(encoding, call, &mut gradients)?;
+    let Some(like) = like(&gradients)? else { return Ok(()) };
+    if like.1.is_empty() || (gradients.dx.is_none() && gradients.dtheta.is_none()) {
+        if let Some(dtheta) = &mut gradients.dtheta {
+            dtheta.fill_zero();
+        }
+        return Ok(());
+    }
+    let plan::Encoding { batch: b, heads: h, features: d, split, .. } = checked;
+    let width = checked.output_features;
+    let (grad, dtype) = (gradients.grad, like.1.dtype());
+    let x = gradients.x.filter(|_| call.needs_x(&gradients));
+    let order = tokens_first(call.layout);
+    let isa = isa();
+    let passes = Passes { backward: true, dtheta: gradients.dtheta.is_some() };
+    let plan = call.plan(encoding, &like.1, checked, passes);
+    let mut angle_sums = Scratch::<f32>::zeros(split.theta_heads * split.count);
+    // Sums over all tokens, in dtheta, need a softmax to be exact; dx is to be what it is without
+    // dtheta. So the two go apart.
+    let softmax = !matches!(call.act, FusedAct::Elementwise(_));
+    let apart = softmax && gradients.dx.is_some() && gradients.dtheta.is_some();
+    let rounds: &[_] = if apart { &[(true, false), (false, true)] } else { &[(true, true)] };
+    let rounds = call.sequences(checked.tokens).into_iter().flat_map(|tokens| {
+        rounds.iter().map(move |&(for_x, for_theta)| (tokens.clone(), for_x, for_theta))
+    });
+    for (tokens, for_x, for_theta) in rounds {
+        let for_theta = for_theta && gradients.dtheta.is_some();
+        let (first, len) = (tokens.start, tokens.len());
+        let grad = grad.permute(&order)?.narrow(0, first, len)?;
+        let x = match x {
+            Some(x) => Some(x.permute(&order)?.narrow(0, first, len)?),
+            None => None,
+        };
+        let dx = match &mut gradients.dx {
+            Some(dx) if for_x => Some(dx.reborrow().permute(&order)?.narrow(0, first, len)?),
+            _ => None,
+        };
+        let like = (like.0, View::dense_shape(like.1.dtype(), &[len, b, h, d])?);
+        let walk = Walk { plan: &plan, encoding, first };
+        let columns = column_statistics(operator, &plan, x.as_ref(), for_theta)?;
+        let columns = &columns;
+        let mut dots = Scratch::<Lane>::zeros(0);
+        if call.act == FusedAct::SoftmaxSequence {
+            let sums = b * h * plan.segments.width();
+            dots = Scratch::zeros(sums);
+            let rows = Rows::new(
+                operator,
+                Operands {
+                    input_len: [None, Some(width)],
+                    ..Operands::plain(like, [("x", x), ("grad", Some(grad))], [])
+                },
+            )?;
+            rows.sum_over_tasks(b * h, &mut dots[..sums], |part, sums| {
+                dispatch(isa, rows.dtype(), Dots { walk, rows: part, columns, sums });
+            });
+        }
+        let rows = Rows::new(operator, backward_operands(like, x, grad, dx, width))?;
+        let (dots, non_temporal) = (&dots, rows.non_temporal());
+        if for_theta {
+            let total = &mut angle_sums[..split.theta_heads * split.count];
+            rows.sum_over_tasks(b * h, total, |rows_of_task, sums| {
+                let (rows, sums) = (rows_of_task, Some(sums));
+                let kernel = Backward { walk, rows, columns, dots, sums, non_temporal };
+                dispatch(isa, dtype, kernel);
+            });
+        } else {
+            rows.for_each_task(group(&checked), |rows| {
+                let kernel = Backward { walk, rows, columns, dots, sums: None, non_temporal };
+                dispatch(isa, dtype, kernel);
+            });
+        }
+    }
+    if let Some(dtheta) = &mut gradients.dtheta {
+        split.gather(&angle_sums, dtheta);
+    }
+    Ok(())
+}
+
+/// Rows that stay on one thread: all of a token, so that its angles are made once, unless there are too
+/// few tokens to share out.
+fn group(checked: &plan::Encoding) -> usize {
+    let few = checked.tokens < 4 * current_threads();
+    (if few { 1 } else { checked.batch } * checked.heads).max(1)
+}
+
+/// For a softmax over the sequence: the statistics of each column of x (tokens, batch, heads, features).
+fn column_statistics(
+    operator: &'static str,
+    plan: &Plan<'_>,
+    x: Option<&View<'_>>,
+    exact: bool,
+) -> Result<Columns> {
+    let Some(x) = x.filter(|_| plan.act == FusedAct::SoftmaxSequence) else {
+        return Ok(Columns::none(exact));
+    };
+    let segments = &plan.segments;
+    let (n, d) = (x.shape()[0], x.shape()[3]);
+    // Sums are exact, too, where rows of scratch are not rows of x.
+    let exact = exact || !segments.is_whole();
+    // Heads that lie side by side are read together.
+    let dense = x.strides()[2] == d as isize && segments.is_whole();
+    let heads = if dense { column_heads(plan, d) } else { 1 };
+    let mut columns = Columns::new(plan.batch * plan.heads, heads, segments.width(), exact);
+    let len = columns.len();
+    let x = x.permute(&[1, 0, 2, 3])?;
+    let rows = Rows::new(operator, Operands::plain(("x", x), [("x", Some(x))], []))?;
+    let rows = if dense { rows.widened(1) } else { rows };
+    let rows = rows.column_tiles(1, (heads * d).max(1));
+    let isa = isa();
+    rows.for_each_group(n, columns.statistics(), len, |part, statistics| {
+        let kernel = ColumnStatistics { rows: part, segments, statistics, exact };
+        dispatch(isa, rows.dtype(), kernel);
+    });
+    Ok(columns)
+}
+
+/// The most columns of a softmax over the sequence that are summed at once.
+const COLUMNS: usize = 2048;
+
+/// How many heads of `d` features are worked on together: as many as leave each thread some work and
+/// keep the sums in the first-level cache.
+fn column_heads(plan: &Plan<'_>, d: usize) -> usize {
+    let (tasks, most) = (4 * current_threads(), COLUMNS / d.max(1));
+    let fits = |&heads: &usize| {
+        plan.heads.is_multiple_of(heads)
+            && heads <= most
+            && plan.batch * (plan.heads / heads) >= tasks
+    };
+    (1..=plan.heads).rev().find(fits).unwrap_or(1)
+}

@@ -1,0 +1,127 @@
+//! sigmoid(x) = 1 / (1 + e^-x) and silu(x) = x sigmoid(x).
+
+use super::exp::Power;
+use super::{DOWN, Simd, UP, V, cut};
+
+/// 2^48.
+pub(super) const LIFT: f32 = (1u64 << 48) as f32;
+
+/// x sigmoid(v): what silu and the approximate GELU have in common.
+///
+/// `x` is clamped, `rest` as [`cut`] left it, `power` is 2^-64 e^-v. Without the shift by 2^64, the
+/// divisor would overflow in the tail.
+#[inline(always)]
+pub(super) fn gated<S: Simd>(x: V<S>, rest: V<S>, power: &Power<S>) -> V<S> {
+    (x / power.value_plus(DOWN)).mul_add(V::splat(DOWN), rest)
+}
+
+/// 2^48 sigmoid(v), for [`gated`] and its slope: so large that the tail stays normal.
+#[inline(always)]
+pub(super) fn lifted_sigmoid<S: Simd>(power: &Power<S>) -> V<S> {
+    V::splat(LIFT * DOWN) / power.value_plus(DOWN)
+}
+
+/// As [`gated`], and the derivative, which is s (1 + x v' (1 - s)) with s = sigmoid(v): `lifted` is
+/// 2^48 s, `bracket` what is in brackets, and `whole` is x before any clamp.
+#[inline(always)]
+pub(super) fn gated_and_slope<S: Simd>(
+    (whole, x, rest): (V<S>, V<S>, V<S>),
+    lifted: V<S>,
+    bracket: V<S>,
+) -> (V<S>, V<S>) {
+    let lowered = V::splat(1.0 / LIFT);
+    let value = (x * lifted).mul_add(lowered, rest);
+    // The zero is NaN for an infinite argument, as the plain formula is.
+    let slope = (lifted * bracket).mul_add(lowered, whole * V::zero());
+    (value, slope)
+}
+
+/// x within where silu is neither x nor rounds to zero (-111..=32), the rest as [`cut`] leaves it,
+/// and 2^-64 e^-x.
+#[inline(always)]
+fn silu_parts<S: Simd>(x: V<S>) -> (V<S>, V<S>, Power<S>) {
+    let (kept, rest) = cut(x, 32.0);
+    let clamped = V::splat(-111.0).max(kept);
+    (clamped, rest, Power::minus(clamped, -64.0))
+}
+
+impl<S: Simd> V<S> {
+    /// 1 / (1 + e^-x), within 3 ulp.
+    #[inline(always)]
+    pub(crate) fn sigmoid(self) -> Self {
+        let power = Power::minus(self.clamp(-105.0, 32.0), -64.0);
+        V::splat(DOWN) / power.value_plus(DOWN)
+    }
+
+    /// The sigmoid and its derivative, each within 3 ulp.
+    ///
+    /// The slope is even, so this starts from the smaller of sigmoid(x) and sigmoid(-x): their
+    /// product keeps its accuracy on both sides.
+    #[inline(always)]
+    pub(crate) fn sigmoid_and_slope(self) -> (Self, Self) {
+        let power = Power::minus(V::splat(-105.0).max(-self.abs()), -64.0);
+        let small = V::splat(DOWN) / power.value_plus(DOWN);
+        let large = V::splat(1.0) - small;
+        (V::select(self.is_negative(), small, large), small * large)
+    }
+
+    /// x sigmoid(x), within 3 ulp.
+    #[inline(always)]
+    pub(crate) fn silu(self) -> Self {
+        let (x, rest, power) = silu_parts(self);
+        gated(x, rest, &power)
+    }
+
+    /// silu and its derivative, which is within 4 ulp of the larger of its terms s and
+    /// x s (1 - s); they cancel at x = -1.278.
+    ///
+    /// There, the error of 1 - s is all that counts. For x < 0, where s < 1/2, the difference
+    /// itself is best. For x > 0 it would cancel, and s e^-x is taken.
+    #[inline(always)]
+    pub(crate) fn silu_and_slope(self) -> (Self, Self) {
+        let (x, rest, power) = silu_parts(self);
+        let lifted = lifted_sigmoid(&power);
+        let difference = lifted.neg_mul_add(V::splat(1.0 / LIFT), V::splat(1.0));
+        let product = power.value() * lifted * V::splat(UP / LIFT);
+        let bracket = x.mul_add(V::select(self.is_negative(), difference, product), V::splat(1.0));
+        gated_and_slope((self, x, rest), lifted, bracket)
+    }
+}
+
+/// The smaller of sigmoid(x) and sigmoid(-x), with the sign of x: a number to keep, of which are made
+/// sigmoid(x), silu(x) and their slopes, to the accuracy of [`V::sigmoid`], without another exponential
+/// or division.
+///
+/// The larger one is 1 minus the smaller one, where nothing cancels.
+#[derive(Clone, Copy)]
+pub(crate) struct FoldedSigmoid<S: Simd>(pub(crate) V<S>);
+
+impl<S: Simd> FoldedSigmoid<S> {
+    #[inline(always)]
+    pub(crate) fn of(x: V<S>) -> Self {
+        let power = Power::minus(V::splat(-105.0).max(-x.abs()), -64.0);
+        Self((V::splat(DOWN) / power.value_plus(DOWN)).copysign(x))
+    }
+
+    /// sigmoid(x) and sigmoid(-x).
+    #[inline(always)]
+    fn sides(self) -> (V<S>, V<S>) {
+        let small = self.0.abs();
+        let (large, negative) = (V::splat(1.0) - small, self.0.is_negative());
+        (V::select(negative, small, large), V::select(negative, large, small))
+    }
+
+    /// sigmoid(x) and its derivative.
+    #[inline(always)]
+    pub(crate) fn sigmoid_and_slope(self) -> (V<S>, V<S>) {
+        let (s, other) = self.sides();
+        (s, s * other)
+    }
+
+    /// silu(x) and its derivative.
+    #[inline(always)]
+    pub(crate) fn silu_and_slope(self, x: V<S>) -> (V<S>, V<S>) {
+        let (s, other) = self.sides();
+        (x * s, x.mul_add(other, V::splat(1.0)) * s)
+    }
+}
