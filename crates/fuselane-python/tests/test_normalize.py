@@ -111,6 +111,22 @@ def test_presets():
     assert same is x
 
 
+def test_exact_residual():
+    """The backward reads x and the residual, as where the sum is not returned."""
+    x, w, r, grad = (torch.randn(*shape, dtype=torch.bfloat16) for shape in [(64, 48), (48,), (64, 48), (64, 48)])
+
+    def gradients(**options):
+        tensors = [t.clone().requires_grad_() for t in (x, w, r)]
+        o = fuselane.rms_norm(*tensors, **options)
+        return torch.autograd.grad(o[0] if options else o, tensors, grad)
+
+    want = gradients()
+    exact = gradients(return_residual=True, exact_residual=True)
+    rounded = gradients(return_residual=True)
+    assert all(map(torch.equal, exact, want))
+    assert not torch.equal(rounded[0], want[0])
+
+
 def test_the_seeds_c():
     x = torch.randn(3, 64)
     o = fuselane.normalize(x, c=5.0, eps=0.0)

@@ -52,8 +52,8 @@ pub(crate) trait Function: Copy {
     }
     /// Calls `block` for each block of a row.
     #[inline(always)]
-    fn sweep(len: usize, block: impl FnMut(At)) {
-        sweep(len, block);
+    fn sweep<S: Simd>(len: usize, block: impl FnMut(At)) {
+        sweep::<S>(len, block);
     }
     /// Rounds f(x) or its gradient.
     #[inline(always)]
@@ -215,7 +215,7 @@ impl Function for Tanh {
         grad * o.neg_mul_add(o, V::splat(1.0))
     }
     #[inline(always)]
-    fn sweep(len: usize, block: impl FnMut(At)) {
+    fn sweep<S: Simd>(len: usize, block: impl FnMut(At)) {
         sweep_blocks(len, block);
     }
 }
@@ -233,7 +233,7 @@ impl Function for Gelu {
         x.gelu_and_slope()
     }
     #[inline(always)]
-    fn sweep(len: usize, block: impl FnMut(At)) {
+    fn sweep<S: Simd>(len: usize, block: impl FnMut(At)) {
         sweep_blocks(len, block);
     }
 }
@@ -251,7 +251,7 @@ impl Function for GeluTanh {
         x.gelu_tanh_and_slope()
     }
     #[inline(always)]
-    fn sweep(len: usize, block: impl FnMut(At)) {
+    fn sweep<S: Simd>(len: usize, block: impl FnMut(At)) {
         sweep_blocks(len, block);
     }
 }
@@ -269,7 +269,7 @@ impl Function for Softplus {
         (x.softplus(), x.sigmoid())
     }
     #[inline(always)]
-    fn sweep(len: usize, block: impl FnMut(At)) {
+    fn sweep<S: Simd>(len: usize, block: impl FnMut(At)) {
         sweep_blocks(len, block);
     }
 }
@@ -335,7 +335,7 @@ impl<S: Simd> With<S> for Forward<'_> {
             let mut o = RowSink::<S>::new(o, self.non_temporal);
             if F::HAS_FAST && V::<S>::HAS_FAST {
                 let mut range = V::zero();
-                sweep(
+                sweep::<S>(
                     len,
                     #[inline(always)]
                     |at| {
@@ -349,7 +349,7 @@ impl<S: Simd> With<S> for Forward<'_> {
                 }
                 S::fence(); // before the same memory is stored to again
             }
-            F::sweep(
+            F::sweep::<S>(
                 len,
                 #[inline(always)]
                 |at| o.put(at, F::round(F::value_fast(x.load(at)))),
@@ -413,7 +413,7 @@ impl<S: Simd> With<S> for Backward<'_> {
             let (len, mut dx) = (dx.len(), RowSink::<S>::new(dx, self.non_temporal));
             if F::HAS_FAST && V::<S>::HAS_FAST {
                 let mut range = V::zero();
-                sweep(
+                sweep::<S>(
                     len,
                     #[inline(always)]
                     |at| {
@@ -427,7 +427,7 @@ impl<S: Simd> With<S> for Backward<'_> {
                 }
                 S::fence(); // before the same memory is stored to again
             }
-            F::sweep(
+            F::sweep::<S>(
                 len,
                 #[inline(always)]
                 |at| dx.put(at, F::round(F::gradient(x.load(at), grad.load(at)))),
@@ -466,7 +466,7 @@ impl BackwardFromOutput<'_> {
                     let o = Source::<S>::new(&o[..dx.len()], Identity::PREFETCH);
                     let grad = Source::<S>::new(&grad[..dx.len()], Identity::PREFETCH);
                     let (len, mut dx) = (dx.len(), RowSink::<S>::new(dx, self.non_temporal));
-                    sweep(
+                    sweep::<S>(
                         len,
                         #[inline(always)]
                         |at| {
@@ -544,7 +544,7 @@ pub(crate) fn gradients<S: Simd>(act: Act, x: Source<'_, S>, grad: &[Lane], dx: 
         #[inline(always)]
         fn run<F: Function>(self) {
             let Self(x, grad, mut dx) = self;
-            F::sweep(
+            F::sweep::<S>(
                 x.len(),
                 #[inline(always)]
                 |at| {

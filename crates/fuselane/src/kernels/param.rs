@@ -17,7 +17,7 @@ pub(crate) fn widen(view: View<'_>, out: &mut [f32]) {
         fn run<S: Simd>(self) {
             let values = self.0.contiguous::<S::Elem>().unwrap_or_default();
             let out = &mut self.1[..values.len()];
-            sweep(
+            sweep::<S>(
                 values.len(),
                 #[inline(always)]
                 |at| {
@@ -44,7 +44,7 @@ pub(crate) fn store(gradient: &mut ViewMut<'_>, values: &[f32]) {
             let gradient = self.0.contiguous_mut::<S::Elem>().unwrap_or_default();
             let values = &self.1[..gradient.len()];
             let (len, mut gradient) = (values.len(), RowSink::<S>::new(gradient, false));
-            sweep(
+            sweep::<S>(
                 len,
                 #[inline(always)]
                 |at| {

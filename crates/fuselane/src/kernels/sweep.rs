@@ -51,17 +51,17 @@ impl At {
 ///
 /// `block` has to be an `#[inline(always)]` closure. It is compiled twice: for steps of four full
 /// blocks, where all of [`At`] but `i` is constant, and for the up to four blocks behind the last step,
-/// of which the last may be a tail.
+/// of which the last may be a tail. (Only for the latter where an instruction set does without steps.)
 #[inline(always)]
-pub(crate) fn sweep(len: usize, block: impl FnMut(At)) {
-    sweep_range(0..len, block);
+pub(crate) fn sweep<S: Simd>(len: usize, block: impl FnMut(At)) {
+    sweep_range::<S>(0..len, block);
 }
 
 /// [`sweep`] over a part of a row, which begins with a multiple of [`STEP`].
 #[inline(always)]
-pub(crate) fn sweep_range(range: Range<usize>, mut block: impl FnMut(At)) {
+pub(crate) fn sweep_range<S: Simd>(range: Range<usize>, mut block: impl FnMut(At)) {
     let Range { start: mut i, end } = range;
-    if end >= STEP {
+    if S::STEPS && end >= STEP {
         // From this form of the condition the compiler sees that nothing overflows, and so that blocks are
         // within operands of length `end`.
         let last = end - STEP;
@@ -166,15 +166,16 @@ pub(crate) fn chunks(len: usize, chunk: usize) -> impl Iterator<Item = Range<usi
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::simd::AnyWithSteps as Steps;
 
     #[test]
     fn every_element_is_in_one_block() {
         for len in 0..=200 {
             let mut next = 0;
-            sweep(len, |at| {
+            sweep::<Steps>(len, |at| {
                 assert_eq!(at.i, next);
-                assert_eq!(at.slot, at.i / LANES % STEP_BLOCKS);
-                assert_eq!(at.in_step, at.i / STEP < len / STEP);
+                assert_eq!(at.slot % STEP_BLOCKS, at.i / LANES % STEP_BLOCKS);
+                assert_eq!(at.in_step, Steps::STEPS && at.i / STEP < len / STEP);
                 assert!((1..=LANES).contains(&at.n) && (at.is_full() || at.i + at.n == len));
                 next += at.n;
             });

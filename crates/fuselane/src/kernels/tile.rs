@@ -68,6 +68,16 @@ impl<P: Copy> Rows<P> {
         Self { base, steps: [0, outer, inner], counts: [1, rows[0], rows[1]], len }
     }
 
+    /// Leaves the first rows along each dimension, and the first `len` columns. Where a loop's bounds are
+    /// these numbers, its indices need no check.
+    #[inline(always)]
+    fn shrink(&mut self, counts: [usize; 3], len: usize) {
+        let [entries, rows, columns] = self.counts;
+        assert!(counts[0] <= entries && counts[1] <= rows && counts[2] <= columns);
+        assert!(len <= self.len);
+        (self.counts, self.len) = (counts, len);
+    }
+
     /// Bytes from the first row to one of the tile.
     #[inline(always)]
     fn offset(&self, [m, i, j]: [usize; 3]) -> isize {
@@ -127,6 +137,12 @@ impl<'r, T: Copy> InputTile<'r, T> {
         self.ahead
     }
 
+    /// Leaves the first rows (entries, along the first and the last dimension) and columns.
+    #[inline(always)]
+    pub(crate) fn shrink(&mut self, counts: [usize; 3], len: usize) {
+        self.rows.shrink(counts, len);
+    }
+
     /// Some columns, as rows of their own.
     #[inline(always)]
     pub(crate) fn narrow(self, columns: Range<usize>) -> Self {
@@ -167,6 +183,12 @@ impl<'r, T: Copy> OutputTile<'r, T> {
     #[inline(always)]
     pub(crate) fn len(&self) -> usize {
         self.rows.len
+    }
+
+    /// As [`InputTile::shrink`].
+    #[inline(always)]
+    pub(crate) fn shrink(&mut self, counts: [usize; 3], len: usize) {
+        self.rows.shrink(counts, len);
     }
 
     /// Cuts the rows in two at a column.

@@ -122,9 +122,13 @@ pub enum Residual<'a> {
     None,
     /// It is added to x; the sum is not kept.
     Add(View<'a>),
-    /// It is added to x, and the second view receives the sum.
+    /// It is added to x, and the second view receives the sum, rounded to its dtype.
+    ///
+    /// A backward may read this sum in the place of x and the residual. In 16 bits, it then works on a p
+    /// that is off by that rounding, while the statistics are those of the unrounded sum. To keep it
+    /// exact, keep x and the residual, and give both to it: see [`NormalizeBackward::residual`].
     AddInto(View<'a>, ViewMut<'a>),
-    /// It is added to x, and its own memory receives the sum.
+    /// It is added to x, and its own memory receives the sum, as with [`Residual::AddInto`].
     AddInPlace(ViewMut<'a>),
 }
 
@@ -193,7 +197,7 @@ pub struct NormalizeBackward<'a> {
     pub grad: View<'a>,
     /// x of the forward; or the kept sum x + residual, with `residual` left out.
     pub x: View<'a>,
-    /// The residual of the forward, if `x` is not the sum.
+    /// The residual of the forward, if `x` is not the sum. The two are added anew, and not rounded.
     pub residual: Option<View<'a>>,
     /// The gate of the forward.
     pub gate: Option<View<'a>>,

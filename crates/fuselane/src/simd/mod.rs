@@ -62,6 +62,8 @@ pub(crate) trait Simd: Copy + Sized + 'static {
     const PIPELINE: bool = false;
     /// Whether operators have loops of their own for their usual calls, beside a generic one.
     const COMPOSED: bool = true;
+    /// Whether loops go in steps of four blocks, which takes code of four blocks.
+    const STEPS: bool = true;
     /// Whether [`Simd::mul_add`] rounds once.
     const FUSED: bool;
     /// The significant bits that an approximate result needs: those of the element type, or 24 where
@@ -394,6 +396,12 @@ impl<S: Simd> V<S> {
         Self::select(Self::load_f32(&INDEX).lt(Self::splat(n as f32)), self, Self::splat(fill))
     }
 }
+
+/// An instruction set for tests of loops that never load or store.
+#[cfg(all(test, target_arch = "x86_64"))]
+pub(crate) type AnyWithSteps = avx2::Avx2<f32, false>;
+#[cfg(all(test, not(target_arch = "x86_64")))]
+pub(crate) type AnyWithSteps = portable::Portable<f32>;
 
 /// Code that waits for an instruction set and an element type.
 pub(crate) trait Kernel {

@@ -46,6 +46,7 @@ impl<E: Element<Real = f32>> Simd for Portable<E> {
     type Mask = Mask;
     type Line = ();
     const COMPOSED: bool = false;
+    const STEPS: bool = false;
     const FUSED: bool = false;
     /// The fast forms rely on fused multiply-add.
     const RESULT_BITS: u32 = 24;

@@ -28,6 +28,7 @@ def normalize(
     *,
     scale: float | None = None,
     one_plus_weight: bool = False,
+    exact_residual: bool = False,
 ) -> Any:
     """Normalizes the last dimension, in one pass over memory, with what often stands around it.
 
@@ -55,6 +56,8 @@ def normalize(
         return_residual: Whether to return ``x + residual`` too.
         scale: Instead of c; 1 gives rows with a mean square of 1.
         one_plus_weight: Multiplies by 1 + weight, as Gemma does.
+        exact_residual: Has the backward read x and the residual again. Otherwise it reads the returned
+            ``x + residual``, which is rounded to the dtype of x; that takes less time and memory.
 
     Returns:
         A tensor of the shape and dtype of x; with ``return_residual``, a pair of it and
@@ -80,7 +83,7 @@ def normalize(
         use_mean,
         num_groups,
     )
-    return run(x, weight, bias, residual, gate, options, return_residual)
+    return run(x, weight, bias, residual, gate, options, return_residual, exact_residual)
 
 
 def options_of(
@@ -92,7 +95,12 @@ def options_of(
 
 
 def srms_norm(
-    x: Any, residual: Any = None, *, eps: float = 1e-6, return_residual: bool = False
+    x: Any,
+    residual: Any = None,
+    *,
+    eps: float = 1e-6,
+    return_residual: bool = False,
+    exact_residual: bool = False,
 ) -> Any:
     """``x / sqrt(mean(x^2) + eps)``: an RMS norm without parameters.
 
@@ -101,13 +109,15 @@ def srms_norm(
         residual: Added to x first.
         eps: Added to the mean square.
         return_residual: Whether to return ``x + residual`` too.
+        exact_residual: See :func:`normalize`.
 
     Example:
         >>> import torch, fuselane
         >>> fuselane.srms_norm(torch.tensor([2.0, -2.0]), eps=0.0)
         tensor([ 1., -1.])
     """
-    return run(x, None, None, residual, None, options_of(eps), return_residual)
+    options = options_of(eps)
+    return run(x, None, None, residual, None, options, return_residual, exact_residual)
 
 
 def rms_norm(
@@ -118,6 +128,7 @@ def rms_norm(
     eps: float = 1e-6,
     one_plus_weight: bool = False,
     return_residual: bool = False,
+    exact_residual: bool = False,
 ) -> Any:
     """``weight * x / sqrt(mean(x^2) + eps)``.
 
@@ -128,6 +139,7 @@ def rms_norm(
         eps: Added to the mean square.
         one_plus_weight: Multiplies by 1 + weight, as Gemma does.
         return_residual: Whether to return ``x + residual`` too.
+        exact_residual: See :func:`normalize`.
 
     Example:
         >>> import torch, fuselane
@@ -135,7 +147,7 @@ def rms_norm(
         tensor([ 1., -3.])
     """
     options = options_of(eps, one_plus_weight=one_plus_weight)
-    return run(x, weight, None, residual, None, options, return_residual)
+    return run(x, weight, None, residual, None, options, return_residual, exact_residual)
 
 
 def layer_norm(
@@ -146,6 +158,7 @@ def layer_norm(
     *,
     eps: float = 1e-5,
     return_residual: bool = False,
+    exact_residual: bool = False,
 ) -> Any:
     """``weight * (x - mean(x)) / sqrt(var(x) + eps) + bias``.
 
@@ -156,6 +169,7 @@ def layer_norm(
         residual: Added to x first.
         eps: Added to the variance.
         return_residual: Whether to return ``x + residual`` too.
+        exact_residual: See :func:`normalize`.
 
     Example:
         >>> import torch, fuselane
@@ -163,7 +177,7 @@ def layer_norm(
         tensor([-1.,  1.])
     """
     options = options_of(eps, use_mean=True)
-    return run(x, weight, bias, residual, None, options, return_residual)
+    return run(x, weight, bias, residual, None, options, return_residual, exact_residual)
 
 
 def group_norm(
@@ -204,10 +218,13 @@ def run(
     gate: Any,
     options: tuple[Any, ...],
     return_residual: bool,
+    exact_residual: bool = False,
 ) -> Any:
     """With the options in the order of the operator's schema."""
     if isinstance(x, _backend.Tensor) or _backend.is_tensor(x):
-        return _backend.torch.normalize(x, weight, bias, residual, gate, options, return_residual)
+        return _backend.torch.normalize(
+            x, weight, bias, residual, gate, options, return_residual, exact_residual
+        )
     arguments = [x, weight, bias, residual, gate, *options]
     if not return_residual:
         return _arrays.call("normalize", "normalize", arguments, x)[0]

@@ -25,6 +25,7 @@ def normalize(
     gate: Any,
     options: tuple[Any, ...],
     return_residual: bool,
+    exact_residual: bool,
 ) -> Any:
     """`options` are gate_act, gate_post, one_plus_weight, scale, eps, center and groups."""
     try:
@@ -38,7 +39,7 @@ def normalize(
             or (residual is not None and residual.requires_grad)
             or (gate is not None and gate.requires_grad)
         ):
-            o = _Normalize.apply(x, weight, bias, residual, gate, options, keep_sum)
+            o = _Normalize.apply(x, weight, bias, residual, gate, options, keep_sum, exact_residual)
         elif keep_sum:
             o = _forward_keeping(x, weight, bias, residual, gate, *options, True)[:2]
         else:
@@ -70,10 +71,11 @@ class _Normalize(torch.autograd.Function):
         gate: Any,
         options: tuple[Any, ...],
         keep_sum: bool,
+        exact_residual: bool,
     ) -> Any:
         o, total, rstd, mean = _forward_keeping(x, weight, bias, residual, gate, *options, keep_sum)
-        # The sum is all that the backward needs to know of x and the residual.
-        kept = (total, None) if keep_sum else (x, residual)
+        # The sum is all that the backward needs to know of x and the residual, but it is rounded.
+        kept = (total, None) if keep_sum and not exact_residual else (x, residual)
         ctx.save_for_backward(kept[0], weight, bias, kept[1], gate, rstd, mean if options[5] else None)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -87,7 +89,7 @@ class _Normalize(torch.autograd.Function):
         x, weight, bias, residual, gate, rstd, mean = ctx.saved_tensors
         need_x, need_weight, need_bias, need_residual, need_gate = ctx.needs_input_grad[:5]
         if grad is None:  # only the sum was used
-            return grad_sum, None, None, grad_sum, None, None, None
+            return grad_sum, None, None, grad_sum, None, None, None, None
         if grad_sum is not None:
             grad_sum = rows(grad_sum)
         dx, dgate, dweight, dbias = _backward(
@@ -112,6 +114,7 @@ class _Normalize(torch.autograd.Function):
             dbias if need_bias else None,
             dx if need_residual else None,
             dgate if need_gate else None,
+            None,
             None,
             None,
         )

@@ -142,7 +142,7 @@ fn row_softmax<S: Simd>(
 #[inline(always)]
 pub(super) fn in_range<S: Simd>(x: &[S::Elem]) -> bool {
     let mut range = V::<S>::zero();
-    sweep(
+    sweep::<S>(
         x.len(),
         #[inline(always)]
         |at| range = V::load(x, at).abs().max(range),
@@ -168,7 +168,7 @@ fn softmax_in_range<S: Simd>(
                 for j in 0..heads {
                     let (x, y) = (x.row([0, i, j]), y.row([0, i, j]));
                     let (len, x, mut sum) = (x.len(), Source::<S>::new(x, soon), V::zero());
-                    sweep(
+                    sweep::<S>(
                         len,
                         #[inline(always)]
                         |at| {
@@ -188,7 +188,7 @@ fn softmax_in_range<S: Simd>(
                     let (y, sum) =
                         (y.row([0, i, j]), V::<S>::get(sums, (i * heads + j) * LANES).sum());
                     let inverse = V::<S>::splat((1.0 / f64::from(sum)) as f32);
-                    sweep(
+                    sweep::<S>(
                         y.len(),
                         #[inline(always)]
                         |at| (V::at(y, at) * inverse).set_at(y, at),
@@ -223,7 +223,7 @@ fn column_softmax<S: Simd>(
                             (&head.shift[segment.scratch()], &head.inverse[segment.scratch()]);
                         let y = &mut y[segment.scratch()];
                         if columns.exact {
-                            sweep(
+                            sweep::<S>(
                                 segment.len,
                                 #[inline(always)]
                                 |at| {
@@ -232,7 +232,7 @@ fn column_softmax<S: Simd>(
                                 },
                             );
                         } else if head.in_range {
-                            sweep(
+                            sweep::<S>(
                                 segment.len,
                                 #[inline(always)]
                                 |at| {
@@ -241,7 +241,7 @@ fn column_softmax<S: Simd>(
                                 },
                             );
                         } else {
-                            sweep(
+                            sweep::<S>(
                                 segment.len,
                                 #[inline(always)]
                                 |at| {

@@ -309,7 +309,7 @@ impl<S: Simd> Gradient<'_, '_, S> {
         for segment in self.segments.joined() {
             let start = segment.scratch().start;
             let mut dx = RowSink::<S>::new(&mut dx[segment.features()], self.non_temporal);
-            sweep(
+            sweep::<S>(
                 segment.len,
                 #[inline(always)]
                 |at| {
@@ -381,7 +381,7 @@ impl<S: Simd> Gradient<'_, '_, S> {
                         let (x, y, g) = (x.row([0, i, j]), y.row([0, i, j]), g.row([0, i, j]));
                         let (len, x) = (x.len(), Source::<S>::new(x, soon));
                         let (mut sum, mut dot) = (V::zero(), V::zero());
-                        sweep(
+                        sweep::<S>(
                             len,
                             #[inline(always)]
                             |at| {
@@ -407,7 +407,7 @@ impl<S: Simd> Gradient<'_, '_, S> {
                         let (inverse, dot) = (V::<S>::splat(inverse as f32), V::splat(dot as f32));
                         let (y, g) = (y.row([0, i, j]), g.row([0, i, j]));
                         let mut dx = RowSink::<S>::new(dx.row([0, i, j]), non_temporal);
-                        sweep(
+                        sweep::<S>(
                             y.len(),
                             #[inline(always)]
                             |at| {

@@ -69,7 +69,7 @@ impl Encoding for Waves {
         sums: &mut [Lane],
     ) {
         let (g_cos, g_sin) = grad.split_at(self.features);
-        sweep(
+        sweep::<S>(
             self.features,
             #[inline(always)]
             |at| {

@@ -131,7 +131,7 @@ impl<'t> Loops<'t> {
         self,
         formula: F,
         len: usize,
-        x: [X; I],
+        mut x: [X; I],
         mut o: [O; K],
     ) where
         S: Simd,
@@ -146,24 +146,31 @@ impl<'t> Loops<'t> {
         S::call(
             #[inline(always)]
             move || {
-                let Self { rows: [tokens, heads], entries, tables: [cos, sin] } = self;
+                let Self { rows: [tokens, heads], entries, tables: [mut cos, mut sin] } = self;
+                let entries = if S::PIPELINE { entries } else { 1 };
+                let counts = [entries, tokens, heads];
+                for x in &mut x {
+                    x.shrink(counts, len);
+                }
+                for o in &mut o {
+                    o.shrink(counts, len);
+                }
+                let width = if F::TABLES { padded(len) } else { 0 };
+                cos.shrink([1, tokens, heads], width);
+                sin.shrink([1, tokens, heads], width);
                 for i in 0..tokens {
                     for j in 0..heads {
-                        let room = if F::TABLES { padded(len) } else { 0 };
-                        let angle = Angle {
-                            cos: &cos.row([0, i, j])[..room],
-                            sin: &sin.row([0, i, j])[..room],
-                        };
+                        let angle = Angle { cos: cos.row([0, i, j]), sin: sin.row([0, i, j]) };
                         for m in 0..entries {
                             let index = [m, i, j];
-                            let (a, b) = (x[0].row(index, len), x[I - 1].row(index, len));
+                            let (a, b) = (x[0].row(index), x[I - 1].row(index));
                             let (first, second) = o.split_at_mut(1);
-                            let mut c = first[0].row(index, len);
+                            let mut c = first[0].row(index);
                             let mut d = second.first_mut().map(
                                 #[inline(always)]
-                                |o| o.row(index, len),
+                                |o| o.row(index),
                             );
-                            sweep(
+                            sweep::<S>(
                                 len,
                                 #[inline(always)]
                                 |at| {

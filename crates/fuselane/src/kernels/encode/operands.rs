@@ -15,8 +15,10 @@ pub(crate) trait Input<S: Simd>: Copy {
     /// The segments, as rows of their own.
     fn cut(self) -> [Self; 4];
 
-    /// The first `len` features of a row.
-    fn row(&self, index: [usize; 3], len: usize) -> Self::Row;
+    /// Leaves the first rows and features.
+    fn shrink(&mut self, counts: [usize; 3], len: usize);
+
+    fn row(&self, index: [usize; 3]) -> Self::Row;
 
     /// A block of a row.
     fn load(&self, row: Self::Row, at: At) -> V<S>;
@@ -31,8 +33,10 @@ pub(crate) trait Output<S: Simd>: Sized {
     /// The segments, as rows of their own.
     fn cut(self) -> [Self; 4];
 
-    /// The first `len` features of a row.
-    fn row(&mut self, index: [usize; 3], len: usize) -> Self::Row<'_>;
+    /// Leaves the first rows and features.
+    fn shrink(&mut self, counts: [usize; 3], len: usize);
+
+    fn row(&mut self, index: [usize; 3]) -> Self::Row<'_>;
 }
 
 /// A row that is written.
@@ -74,9 +78,14 @@ impl<'t, S: Simd, F: Fn(V<S>) -> V<S> + Copy> Input<S> for Elements<'t, S, F> {
     }
 
     #[inline(always)]
-    fn row(&self, index: [usize; 3], len: usize) -> Self::Row {
+    fn shrink(&mut self, counts: [usize; 3], len: usize) {
+        self.tile.shrink(counts, len);
+    }
+
+    #[inline(always)]
+    fn row(&self, index: [usize; 3]) -> Self::Row {
         // Into the second-level cache, as the first one holds the tables and scratch of this tile.
-        Source::new(&self.tile.row(index)[..len], Prefetch::L2(self.tile.ahead()))
+        Source::new(self.tile.row(index), Prefetch::L2(self.tile.ahead()))
     }
 
     #[inline(always)]
@@ -110,8 +119,13 @@ impl<'t, S: Simd> Input<S> for Lanes<'t> {
     }
 
     #[inline(always)]
-    fn row(&self, index: [usize; 3], len: usize) -> Self::Row {
-        &self.tile.row(index)[..padded(len)]
+    fn shrink(&mut self, counts: [usize; 3], len: usize) {
+        self.tile.shrink(counts, padded(len));
+    }
+
+    #[inline(always)]
+    fn row(&self, index: [usize; 3]) -> Self::Row {
+        self.tile.row(index)
     }
 
     #[inline(always)]
@@ -198,8 +212,13 @@ where
     }
 
     #[inline(always)]
-    fn row(&mut self, index: [usize; 3], len: usize) -> Self::Row<'_> {
-        let row = &mut self.tile.row(index)[..len];
+    fn shrink(&mut self, counts: [usize; 3], len: usize) {
+        self.tile.shrink(counts, len);
+    }
+
+    #[inline(always)]
+    fn row(&mut self, index: [usize; 3]) -> Self::Row<'_> {
+        let row = self.tile.row(index);
         let aligned = (row.as_ptr() as usize).is_multiple_of(NON_TEMPORAL_ALIGN);
         assert!(aligned || !NON_TEMPORAL);
         RoundedRow { sink: RowSink::new(row, NON_TEMPORAL), round: self.round }
@@ -238,8 +257,13 @@ impl<'t, S: Simd> Output<S> for LanesMut<'t> {
     }
 
     #[inline(always)]
-    fn row(&mut self, index: [usize; 3], len: usize) -> Self::Row<'_> {
-        &mut self.tile.row(index)[..padded(len)]
+    fn shrink(&mut self, counts: [usize; 3], len: usize) {
+        self.tile.shrink(counts, padded(len));
+    }
+
+    #[inline(always)]
+    fn row(&mut self, index: [usize; 3]) -> Self::Row<'_> {
+        self.tile.row(index)
     }
 }
 

@@ -117,7 +117,7 @@ impl Encoding for Rotation {
         let second = segments.scratch()[2];
         let ([y1, y2], [g1, g2]) = ([y, &y[second..]], [g, &g[second..]]);
         let interleaved = self.second.is_none();
-        sweep(
+        sweep::<S>(
             segments.features()[1],
             #[inline(always)]
             |at| {

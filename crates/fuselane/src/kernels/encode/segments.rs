@@ -100,7 +100,7 @@ impl Segments {
             let (a, b) = (&a[segment.scratch()], &b[segment.scratch()]);
             for chunk in chunks(a.len(), 64 * LANES) {
                 let mut sum = Sums::<S, 1>::zero();
-                sweep_range(
+                sweep_range::<S>(
                     chunk,
                     #[inline(always)]
                     |at| sum.add_product(at, V::at(a, at), V::at(b, at)),

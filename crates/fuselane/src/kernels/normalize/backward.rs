@@ -362,7 +362,7 @@ impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
                     let mut totals = [0.0; 3];
                     for chunk in chunks(call.len, CHUNK) {
                         let mut sums = ChunkSums::zero();
-                        sweep_range(
+                        sweep_range::<S>(
                             chunk,
                             #[inline(always)]
                             |at| {
@@ -443,7 +443,7 @@ impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
                     let mut totals = [0.0; 3];
                     for chunk in chunks(len, CHUNK) {
                         let mut sums = ChunkSums::zero();
-                        sweep_range(
+                        sweep_range::<S>(
                             chunk,
                             #[inline(always)]
                             |at| {

@@ -271,7 +271,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
                     let mut total = 0.0;
                     for chunk in chunks(len, CHUNK) {
                         let mut sums = Sums::zero();
-                        sweep_range(
+                        sweep_range::<S>(
                             chunk,
                             #[inline(always)]
                             |at| pass.block(at, saved, &mut sums),
@@ -326,7 +326,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
                     let (mut sum, mut square) = (0.0, 0.0);
                     for chunk in chunks(len, CHUNK) {
                         let (mut sums, mut squares) = (Sums::<S, 2>::zero(), Sums::<S, 2>::zero());
-                        sweep_range(
+                        sweep_range::<S>(
                             chunk,
                             #[inline(always)]
                             |at| {
@@ -379,7 +379,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
                     let factors = Factors { weight, bias, gate, gate_values };
                     let pass = Write::new(parts, x, factors, moments[slot]);
                     let mut o = o.row(slot);
-                    sweep(
+                    sweep::<S>(
                         len,
                         #[inline(always)]
                         |at| o.put(at, pass.block(at, saved)),
@@ -419,7 +419,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
                     let sinks = (o.row(slot), RowSink::new(sum.row(next), this.non_temporal[1]));
                     let mut turn = Turn::new(parts, sources, weight, moments[slot], sinks);
                     for chunk in chunks(len, CHUNK) {
-                        sweep_range(
+                        sweep_range::<S>(
                             chunk,
                             #[inline(always)]
                             |at| turn.block(at, saved),
@@ -474,7 +474,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
                     let mut a = turn(slot, o_a.row(slot), sum_a.row(slot));
                     let mut b = turn(slot + half, o_b.row(slot), sum_b.row(slot));
                     for chunk in chunks(len, CHUNK) {
-                        sweep_range(
+                        sweep_range::<S>(
                             chunk,
                             #[inline(always)]
                             |at| {

@@ -64,7 +64,7 @@ fn totals<S: Simd, F: Form>(
                         sums[r] += f64::from(total.sum());
                         total = V::zero();
                     }
-                    sweep_range(
+                    sweep_range::<S>(
                         chunk,
                         #[inline(always)]
                         |at| total = F::add(total, o.load(at), V::load(grad, at)),
@@ -97,14 +97,14 @@ fn gradients<'r, S: Simd, F: Form, T: TileSink<'r, S>>(
                 let (total, mut dx) = (V::splat(totals[r] as f32), dx.row(r));
                 // Masked rows have no gradient, whatever arrives.
                 if F::LOG && zero_masked && o.iter().all(|o| o.to_f64() == f64::NEG_INFINITY) {
-                    sweep(
+                    sweep::<S>(
                         len,
                         #[inline(always)]
                         |at| dx.put(at, V::<S>::zero().truncate()),
                     );
                     continue;
                 }
-                sweep(
+                sweep::<S>(
                     len,
                     #[inline(always)]
                     |at| {
@@ -142,7 +142,7 @@ fn short_row_gradients<S: Simd, const K: usize>(
                 let grad = Source::<S>::new(grad.row(r), grad_ahead);
                 let (mut os, mut grads) = ([V::zero(); K], [V::zero(); K]);
                 let mut total = V::zero();
-                sweep(
+                sweep::<S>(
                     K * LANES,
                     #[inline(always)]
                     |at| {
@@ -152,7 +152,7 @@ fn short_row_gradients<S: Simd, const K: usize>(
                     },
                 );
                 let (total, mut dx) = (V::splat(total.sum()), dx.row(r));
-                sweep(
+                sweep::<S>(
                     K * LANES,
                     #[inline(always)]
                     |at| {
@@ -203,7 +203,7 @@ fn gradients_from_input<S: Simd, F: Form>(
                 let (mut sum, mut total) = (0.0, 0.0);
                 for chunk in chunks(len, CHUNK) {
                     let (mut chunk_sum, mut chunk_total) = (V::<S>::zero(), V::<S>::zero());
-                    sweep_range(
+                    sweep_range::<S>(
                         chunk,
                         #[inline(always)]
                         |at| {
@@ -223,7 +223,7 @@ fn gradients_from_input<S: Simd, F: Form>(
                 let (shift, scale) = (V::<S>::splat(shifts[r]), V::splat(scales[r]));
                 let (total, masked) = (V::splat(totals[r]), scales[r] == 0.0);
                 let mut dx = RowSink::<S>::new(dx.row(r), non_temporal);
-                sweep(
+                sweep::<S>(
                     len,
                     #[inline(always)]
                     |at| {

@@ -33,7 +33,7 @@ pub(crate) fn column_statistics<S: Simd>(
 /// Replaces each sum by its inverse; by 0 for masked columns, if `zero_masked`.
 #[inline(always)]
 fn invert<S: Simd>(sums: &mut [Lane], zero_masked: bool) {
-    sweep(
+    sweep::<S>(
         sums.len(),
         #[inline(always)]
         |at| {
@@ -54,7 +54,7 @@ fn shifts<S: Simd>(x: InputRows<'_, S::Elem>, within: Option<f32>, shift: &mut [
     S::call(
         #[inline(always)]
         move || {
-            sweep(
+            sweep::<S>(
                 x.len(),
                 #[inline(always)]
                 |at| {
@@ -249,7 +249,7 @@ fn write<S: Simd>(
             let len = o.len();
             for r in 0..rows {
                 let mut o = RowSink::<S>::new(o.row(r), non_temporal);
-                sweep(
+                sweep::<S>(
                     len,
                     #[inline(always)]
                     |at| o.put(at, value(r, at).round_ties_away()),
@@ -403,7 +403,7 @@ impl<F: Form> Kernel for BackwardColumnsFromInput<'_, F> {
             sums_and_totals::<S, F>(x, grad, shift, [scale, total]);
             invert::<S>(scale, zero_masked);
             if !F::LOG {
-                sweep(
+                sweep::<S>(
                     room,
                     #[inline(always)]
                     |at| (V::<S>::at(total, at) * V::at(scale, at)).set_at(total, at),

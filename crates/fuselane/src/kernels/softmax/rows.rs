@@ -48,7 +48,7 @@ pub(crate) fn exp_row<S: Simd>(x: &[S::Elem], scratch: &mut [Lane]) -> f32 {
 pub(super) fn row_shift<S: Simd>(x: &[S::Elem]) -> f32 {
     let least = f32::NEG_INFINITY;
     let mut max = V::<S>::splat(least);
-    sweep(
+    sweep::<S>(
         x.len(),
         #[inline(always)]
         |at| max = max.max(V::load(x, at).up_to(at, least)),
@@ -63,7 +63,7 @@ fn exp_sum<S: Simd>(x: &[S::Elem], shift: f32, mut each: impl FnMut(At, V<S>)) -
     let (shift, mut total) = (V::splat(shift), 0.0);
     for chunk in chunks(x.len(), CHUNK) {
         let mut sum = V::<S>::zero();
-        sweep_range(
+        sweep_range::<S>(
             chunk,
             #[inline(always)]
             |at| {
@@ -193,7 +193,7 @@ impl<'a, 'r, S: Simd, T: TileSink<'r, S>> ScaleTile<'a, 'r, S, T> {
     fn write_from(mut self, first: usize) {
         for r in first..self.count {
             let (len, mut row) = (self.len, self.row(r));
-            sweep(
+            sweep::<S>(
                 len,
                 #[inline(always)]
                 |at| row.block(at),
@@ -241,7 +241,7 @@ fn exp_tile<'r, S: Simd, T: TileSink<'r, S>>(
                     && let Some(tile) = &mut another
                 {
                     let mut other = tile.row(r);
-                    sweep(
+                    sweep::<S>(
                         len,
                         #[inline(always)]
                         |at| {
@@ -255,7 +255,7 @@ fn exp_tile<'r, S: Simd, T: TileSink<'r, S>>(
                             sums[r] += f64::from(row.sum.sum());
                             row.sum = V::zero();
                         }
-                        sweep_range(
+                        sweep_range::<S>(
                             chunk,
                             #[inline(always)]
                             |at| row.block(at),
@@ -283,7 +283,7 @@ fn exp_tile<'r, S: Simd, T: TileSink<'r, S>>(
 #[inline(always)]
 fn magnitude<S: Simd>(x: &[S::Elem]) -> f32 {
     let mut largest = V::<S>::zero();
-    sweep(
+    sweep::<S>(
         x.len(),
         #[inline(always)]
         |at| largest = V::load(x, at).abs().max(largest),
@@ -412,7 +412,7 @@ impl Kernel for ForwardLogRows<'_> {
                         let (x, shift) = (x.row(r), V::<S>::splat(shifts[r]));
                         let logarithm = V::splat(logarithm(sums[r], zero_masked));
                         let mut o = RowSink::<S>::new(o.row(r), non_temporal);
-                        sweep(
+                        sweep::<S>(
                             n,
                             #[inline(always)]
                             |at| {

@@ -457,12 +457,12 @@ impl Kernel for Helpers<'_> {
         for r in 5..count {
             let scale = V::splat(exp_row::<S>(x.row(r), shift));
             let mut o = RowSink::<S>::new(o.row(r), false);
-            sweep(len, |at| o.put(at, (V::<S>::at(shift, at) * scale).round()));
+            sweep::<S>(len, |at| o.put(at, (V::<S>::at(shift, at) * scale).round()));
         }
         let in_range = column_statistics::<S>(&x.slice(0, 5), shift, inverse, self.1);
         for r in 0..5 {
             let (x, mut o) = (x.row(r), RowSink::<S>::new(o.row(r), false));
-            sweep(len, |at| {
+            sweep::<S>(len, |at| {
                 let x = V::<S>::load(x, at) - V::at(shift, at);
                 let e = match (self.1, in_range) {
                     (true, _) => x.exp(),

@@ -30,7 +30,7 @@ impl<S: Simd> Power<S> {
 
     /// n, and 2^(n + shift).
     #[inline(always)]
-    fn halvings(u: V<S>, shift: f32) -> (V<S>, V<S>) {
+    pub(super) fn halvings(u: V<S>, shift: f32) -> (V<S>, V<S>) {
         let magic = V::splat(ROUND_MAGIC + 127.0 + shift);
         let rounded = u.neg_mul_add(V::splat(LOG2_E), magic);
         (rounded - magic, V(S::exp2_of_magic(rounded.0)))

@@ -1,7 +1,7 @@
 //! sigmoid(x) = 1 / (1 + e^-x) and silu(x) = x sigmoid(x).
 
 use super::exp::Power;
-use super::{DOWN, Simd, UP, V, cut};
+use super::{DOWN, Simd, UP, V, cut, polynomial};
 
 /// 2^48.
 pub(super) const LIFT: f32 = (1u64 << 48) as f32;
@@ -89,18 +89,33 @@ impl<S: Simd> V<S> {
 }
 
 /// The smaller of sigmoid(x) and sigmoid(-x), with the sign of x: a number to keep, of which are made
-/// sigmoid(x), silu(x) and their slopes, to the accuracy of [`V::sigmoid`], without another exponential
-/// or division.
+/// sigmoid(x), silu(x) and their slopes, without another exponential or division.
 ///
-/// The larger one is 1 minus the smaller one, where nothing cancels.
+/// The larger one is 1 minus the smaller one, where nothing cancels. Of f32 it is as exact as
+/// [`V::sigmoid`]; of 16 bits, it is right to 2^-20, which is enough for the long sums in f32 that it goes
+/// into, and takes less work.
 #[derive(Clone, Copy)]
 pub(crate) struct FoldedSigmoid<S: Simd>(pub(crate) V<S>);
 
 impl<S: Simd> FoldedSigmoid<S> {
     #[inline(always)]
     pub(crate) fn of(x: V<S>) -> Self {
-        let power = Power::minus(V::splat(-105.0).max(-x.abs()), -64.0);
-        Self((V::splat(DOWN) / power.value_plus(DOWN)).copysign(x))
+        let u = V::splat(-105.0).max(-x.abs());
+        if !V::<S>::HAS_FAST {
+            let power = Power::minus(u, -64.0);
+            return Self((V::splat(DOWN) / power.value_plus(DOWN)).copysign(x));
+        }
+        let (n, scale) = Power::halvings(u, -64.0);
+        let r = n.mul_add(V::splat(std::f32::consts::LN_2), u);
+        // Fitted for the relative error on ±0.347, which is 1.6e-7, and 3e-9 in the mean.
+        let fraction = polynomial(
+            r,
+            [-0.008_533_64, 0.041_957_94, -0.166_646_26, 0.499_984_71, -1.000_000_4, 1.000_000_1],
+        );
+        let divisor = fraction.mul_add(scale, V::splat(DOWN));
+        let estimate = V(S::reciprocal_estimate(divisor.0));
+        let rest = divisor.neg_mul_add(estimate, V::splat(2.0));
+        Self((estimate * V::splat(DOWN) * rest).copysign(x))
     }
 
     /// sigmoid(x) and sigmoid(-x).
