@@ -62,7 +62,7 @@ pub use exec::parallel::{Executor, for_each_task, on_this_thread, with_executor}
 pub use ops::act::Act;
 pub use ops::angles::{AngleTable, Angles, Positions};
 pub use ops::cosine::{Cosine, CosineBackward};
-pub use ops::encode::{FusedAct, TokenLayout};
+pub use ops::encode::{EncodingBackward, FusedAct, TokenLayout};
 pub use ops::normalize::{
     GatePosition, Normalize, NormalizeBackward, NormalizeForward, NormalizeGradients, Normalized,
     Residual, WeightForm,

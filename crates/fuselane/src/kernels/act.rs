@@ -14,6 +14,8 @@ pub(crate) trait Function: Copy {
     const EXACT: bool = false;
     /// Whether there is a fast form, for results of 16 bits.
     const HAS_FAST: bool = false;
+    /// Whether a block takes so much arithmetic that loops need no steps of four.
+    const BY_BLOCKS: bool = false;
     /// What a loop asks for ahead: more, and into the second-level cache, where there is little arithmetic.
     const PREFETCH: Prefetch = Prefetch::L1(4 << 10);
     /// f(x).
@@ -53,7 +55,7 @@ pub(crate) trait Function: Copy {
     /// Calls `block` for each block of a row.
     #[inline(always)]
     fn sweep<S: Simd>(len: usize, block: impl FnMut(At)) {
-        sweep::<S>(len, block);
+        if Self::BY_BLOCKS { sweep_blocks(len, block) } else { sweep::<S>(len, block) }
     }
     /// Rounds f(x) or its gradient.
     #[inline(always)]
@@ -202,6 +204,7 @@ impl Function for Silu {
 struct Tanh;
 
 impl Function for Tanh {
+    const BY_BLOCKS: bool = true;
     #[inline(always)]
     fn value<S: Simd>(x: V<S>) -> V<S> {
         x.tanh()
@@ -214,16 +217,13 @@ impl Function for Tanh {
     fn gradient_from_output<S: Simd>(o: V<S>, grad: V<S>) -> V<S> {
         grad * o.neg_mul_add(o, V::splat(1.0))
     }
-    #[inline(always)]
-    fn sweep<S: Simd>(len: usize, block: impl FnMut(At)) {
-        sweep_blocks(len, block);
-    }
 }
 
 #[derive(Clone, Copy)]
 struct Gelu;
 
 impl Function for Gelu {
+    const BY_BLOCKS: bool = true;
     #[inline(always)]
     fn value<S: Simd>(x: V<S>) -> V<S> {
         x.gelu()
@@ -232,16 +232,13 @@ impl Function for Gelu {
     fn value_and_slope<S: Simd>(x: V<S>) -> (V<S>, V<S>) {
         x.gelu_and_slope()
     }
-    #[inline(always)]
-    fn sweep<S: Simd>(len: usize, block: impl FnMut(At)) {
-        sweep_blocks(len, block);
-    }
 }
 
 #[derive(Clone, Copy)]
 struct GeluTanh;
 
 impl Function for GeluTanh {
+    const BY_BLOCKS: bool = true;
     #[inline(always)]
     fn value<S: Simd>(x: V<S>) -> V<S> {
         x.gelu_tanh()
@@ -250,16 +247,13 @@ impl Function for GeluTanh {
     fn value_and_slope<S: Simd>(x: V<S>) -> (V<S>, V<S>) {
         x.gelu_tanh_and_slope()
     }
-    #[inline(always)]
-    fn sweep<S: Simd>(len: usize, block: impl FnMut(At)) {
-        sweep_blocks(len, block);
-    }
 }
 
 #[derive(Clone, Copy)]
 struct Softplus;
 
 impl Function for Softplus {
+    const BY_BLOCKS: bool = true;
     #[inline(always)]
     fn value<S: Simd>(x: V<S>) -> V<S> {
         x.softplus()
@@ -268,22 +262,18 @@ impl Function for Softplus {
     fn value_and_slope<S: Simd>(x: V<S>) -> (V<S>, V<S>) {
         (x.softplus(), x.sigmoid())
     }
-    #[inline(always)]
-    fn sweep<S: Simd>(len: usize, block: impl FnMut(At)) {
-        sweep_blocks(len, block);
-    }
 }
 
-/// Code that waits for an activation.
-trait With<S: Simd> {
+/// A loop that is compiled for each activation.
+trait ForEachAct<S: Simd> {
     fn run<F: Function>(self);
 }
 
-/// Runs `code` in a function of its own for each activation.
+/// Runs a loop, in a function of its own for each activation.
 #[inline(always)]
-fn with<S: Simd>(act: Act, code: impl With<S>) {
+fn dispatch_act<S: Simd>(act: Act, code: impl ForEachAct<S>) {
     #[inline(always)]
-    fn call<S: Simd, F: Function>(code: impl With<S>) {
+    fn call<S: Simd, F: Function>(code: impl ForEachAct<S>) {
         S::call(
             #[inline(always)]
             move || code.run::<F>(),
@@ -306,10 +296,37 @@ fn with<S: Simd>(act: Act, code: impl With<S>) {
 /// again, by forms that serve all. (To clamp all arguments instead takes 8 to 25 % longer.)
 const IN_RANGE: f32 = 80.0;
 
-/// Whether magnitudes, of which NaN is the largest, are up to [`IN_RANGE`].
+/// Rounds `any` of each block of x to `o`. Where that is faster, `in_range` is tried first, which serves
+/// arguments up to [`IN_RANGE`].
 #[inline(always)]
-fn is_in_range<S: Simd>(magnitudes: V<S>) -> bool {
-    magnitudes.largest() <= IN_RANGE
+fn map_row<S: Simd, F: Function>(
+    x: Source<'_, S>,
+    mut o: RowSink<'_, S>,
+    in_range: impl Fn(V<S>, At) -> V<S>,
+    any: impl Fn(V<S>, At) -> V<S>,
+) {
+    if F::HAS_FAST && V::<S>::HAS_FAST {
+        // A NaN is larger than all.
+        let mut largest = V::zero();
+        sweep::<S>(
+            x.len(),
+            #[inline(always)]
+            |at| {
+                let x = x.load(at);
+                largest = x.max_magnitude(largest);
+                o.put(at, F::round(in_range(x, at)));
+            },
+        );
+        if largest.largest() <= IN_RANGE {
+            return;
+        }
+        S::fence(); // before the same memory is stored to again
+    }
+    F::sweep::<S>(
+        x.len(),
+        #[inline(always)]
+        |at| o.put(at, F::round(any(x.load(at), at))),
+    );
 }
 
 /// `o = f(x)`.
@@ -322,37 +339,23 @@ pub(crate) struct Forward<'r> {
 impl Kernel for Forward<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
-        with::<S>(self.act, self);
+        dispatch_act::<S>(self.act, self);
     }
 }
 
-impl<S: Simd> With<S> for Forward<'_> {
+impl<S: Simd> ForEachAct<S> for Forward<'_> {
     #[inline(always)]
     fn run<F: Function>(mut self) {
         while let Some(row) = self.rows.next_row::<S::Elem>() {
             let ([x], [o]) = (row.inputs, row.outputs);
-            let (len, x) = (o.len(), Source::<S>::new(&x[..o.len()], F::PREFETCH));
-            let mut o = RowSink::<S>::new(o, self.non_temporal);
-            if F::HAS_FAST && V::<S>::HAS_FAST {
-                let mut range = V::zero();
-                sweep::<S>(
-                    len,
-                    #[inline(always)]
-                    |at| {
-                        let x = x.load(at);
-                        range = x.max_magnitude(range);
-                        o.put(at, F::round(F::value_in_range(x)));
-                    },
-                );
-                if is_in_range(range) {
-                    continue;
-                }
-                S::fence(); // before the same memory is stored to again
-            }
-            F::sweep::<S>(
-                len,
+            let x = Source::<S>::new(&x[..o.len()], F::PREFETCH);
+            map_row::<S, F>(
+                x,
+                RowSink::new(o, self.non_temporal),
                 #[inline(always)]
-                |at| o.put(at, F::round(F::value_fast(x.load(at)))),
+                |x, _| F::value_in_range(x),
+                #[inline(always)]
+                |x, _| F::value_fast(x),
             );
         }
     }
@@ -367,11 +370,11 @@ pub(crate) struct InPlace<'r> {
 impl Kernel for InPlace<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
-        with::<S>(self.act, self);
+        dispatch_act::<S>(self.act, self);
     }
 }
 
-impl<S: Simd> With<S> for InPlace<'_> {
+impl<S: Simd> ForEachAct<S> for InPlace<'_> {
     #[inline(always)]
     fn run<F: Function>(mut self) {
         while let Some(row) = self.rows.next_row::<S::Elem>() {
@@ -399,38 +402,24 @@ pub(crate) struct Backward<'r> {
 impl Kernel for Backward<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
-        with::<S>(self.act, self);
+        dispatch_act::<S>(self.act, self);
     }
 }
 
-impl<S: Simd> With<S> for Backward<'_> {
+impl<S: Simd> ForEachAct<S> for Backward<'_> {
     #[inline(always)]
     fn run<F: Function>(mut self) {
         while let Some(row) = self.rows.next_row::<S::Elem>() {
             let ([x, grad], [dx]) = (row.inputs, row.outputs);
             let x = Source::<S>::new(&x[..dx.len()], F::PREFETCH);
             let grad = Source::<S>::new(&grad[..dx.len()], F::PREFETCH);
-            let (len, mut dx) = (dx.len(), RowSink::<S>::new(dx, self.non_temporal));
-            if F::HAS_FAST && V::<S>::HAS_FAST {
-                let mut range = V::zero();
-                sweep::<S>(
-                    len,
-                    #[inline(always)]
-                    |at| {
-                        let (x, grad) = (x.load(at), grad.load(at));
-                        range = x.max_magnitude(range);
-                        dx.put(at, F::round(F::gradient_in_range(x, grad)));
-                    },
-                );
-                if is_in_range(range) {
-                    continue;
-                }
-                S::fence(); // before the same memory is stored to again
-            }
-            F::sweep::<S>(
-                len,
+            map_row::<S, F>(
+                x,
+                RowSink::new(dx, self.non_temporal),
                 #[inline(always)]
-                |at| dx.put(at, F::round(F::gradient(x.load(at), grad.load(at)))),
+                |x, at| F::gradient_in_range(x, grad.load(at)),
+                #[inline(always)]
+                |x, at| F::gradient(x, grad.load(at)),
             );
         }
     }
@@ -485,7 +474,7 @@ impl BackwardFromOutput<'_> {
 #[inline(always)]
 pub(crate) fn values<S: Simd>(act: Act, exact: bool, x: Source<'_, S>, values: &mut [Lane]) {
     struct Values<'r, S: Simd>(bool, Source<'r, S>, &'r mut [Lane]);
-    impl<S: Simd> With<S> for Values<'_, S> {
+    impl<S: Simd> ForEachAct<S> for Values<'_, S> {
         #[inline(always)]
         fn run<F: Function>(self) {
             let Self(exact, x, values) = self;
@@ -502,7 +491,7 @@ pub(crate) fn values<S: Simd>(act: Act, exact: bool, x: Source<'_, S>, values: &
             );
         }
     }
-    with::<S>(act, Values(exact, x, values));
+    dispatch_act::<S>(act, Values(exact, x, values));
 }
 
 /// f(x) and f'(x) of a row, out of line; as exact as the element type needs, or as f32 needs if `exact`.
@@ -515,7 +504,7 @@ pub(crate) fn values_and_slopes<S: Simd>(
     slopes: &mut [Lane],
 ) {
     struct Slopes<'r, S: Simd>(bool, Source<'r, S>, [&'r mut [Lane]; 2]);
-    impl<S: Simd> With<S> for Slopes<'_, S> {
+    impl<S: Simd> ForEachAct<S> for Slopes<'_, S> {
         #[inline(always)]
         fn run<F: Function>(self) {
             let Self(exact, x, [values, slopes]) = self;
@@ -533,14 +522,14 @@ pub(crate) fn values_and_slopes<S: Simd>(
             );
         }
     }
-    with::<S>(act, Slopes(exact, x, [values, slopes]));
+    dispatch_act::<S>(act, Slopes(exact, x, [values, slopes]));
 }
 
 /// `dx = grad * f'(x)` of a row, out of line, from a gradient in scratch.
 #[inline(always)]
 pub(crate) fn gradients<S: Simd>(act: Act, x: Source<'_, S>, grad: &[Lane], dx: RowSink<'_, S>) {
     struct Gradients<'r, S: Simd>(Source<'r, S>, &'r [Lane], RowSink<'r, S>);
-    impl<S: Simd> With<S> for Gradients<'_, S> {
+    impl<S: Simd> ForEachAct<S> for Gradients<'_, S> {
         #[inline(always)]
         fn run<F: Function>(self) {
             let Self(x, grad, mut dx) = self;
@@ -560,5 +549,5 @@ pub(crate) fn gradients<S: Simd>(act: Act, x: Source<'_, S>, grad: &[Lane], dx: 
             );
         }
     }
-    with::<S>(act, Gradients(x, grad, dx));
+    dispatch_act::<S>(act, Gradients(x, grad, dx));
 }

@@ -15,13 +15,13 @@
 //! The inner product of an encoded query and key is the sum of `q' k' cos(A_q - A_k)`: it depends
 //! on the difference of their coordinates only, axis by axis.
 
-use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::encode::Waves;
 use crate::ops::angles::{Angles, Placement, Positions};
-use crate::ops::encode::{self, Call, FusedAct, Gradients, TokenLayout};
+use crate::ops::encode::{self, Common, EncodingBackward, FusedAct, Options, TokenLayout};
 use crate::plan;
 use crate::pool::Buffer;
+use crate::reference::{self, angles::Input};
 use crate::view::{View, ViewMut};
 
 /// Options of the cosine encoding.
@@ -53,19 +53,8 @@ impl Default for Cosine<'_> {
     }
 }
 
-/// The tensors of a backward call. Outputs that are `None` are not computed.
-pub struct CosineBackward<'a> {
-    /// What the forward got; needed where there is an activation, and for `dtheta`.
-    pub x: Option<View<'a>>,
-    /// The gradient that arrives at the output, with 2d features.
-    pub grad: View<'a>,
-    /// The frequencies or the table that the forward used.
-    pub angles: Angles<'a>,
-    /// The gradient of x.
-    pub dx: Option<ViewMut<'a>>,
-    /// The gradient of theta, in theta's shape.
-    pub dtheta: Option<ViewMut<'a>>,
-}
+/// The tensors of a backward call; see [`EncodingBackward`]. The gradient that arrives has 2d features.
+pub type CosineBackward<'a> = EncodingBackward<'a>;
 
 impl Cosine<'_> {
     /// Writes the encoded `x` into `o`, which has twice as many features.
@@ -96,14 +85,10 @@ impl Cosine<'_> {
         self.encode(x, angles.into(), o)
     }
 
-    /// [`Cosine::forward_into`] without type parameters, so that kernels are compiled once, in
-    /// this crate, and not again in each that calls it.
+    /// [`Cosine::forward_into`] without type parameters, so that kernels are compiled once, in this crate,
+    /// and not again in each that calls it.
     fn encode(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()> {
-        if x.dtype() == DType::F64 {
-            return self.forward_double(x, angles, o);
-        }
-        let [_, _, _, d] = encode::dimensions("cosine", "x", &x, self.layout)?;
-        encode::forward(Waves { features: d }, &self.call(angles, d), x, o)
+        encode::forward(self, x, angles, o)
     }
 
     /// The checks of [`Cosine::forward_into`], without the call, and what it comes to. No element is
@@ -124,15 +109,12 @@ impl Cosine<'_> {
         angles: Angles<'_>,
         mut o: ViewMut<'_>,
     ) -> Result<plan::Encoding> {
-        let [_, _, _, d] = encode::dimensions("cosine", "x", &x, self.layout)?;
-        encode::check_forward(Waves { features: d }, &self.call(angles, d), x, &mut o)
+        encode::check_forward(self, x, angles, &mut o)
     }
 
     /// The encoded `x` in a buffer from the pool.
     pub fn forward<'c>(&self, x: View<'_>, angles: impl Into<Angles<'c>>) -> Result<Buffer> {
-        let [_, _, _, d] = encode::dimensions("cosine", "x", &x, self.layout)?;
-        let shape = [&x.shape()[..3], &[2 * d]].concat();
-        let mut o = Buffer::unfilled(x.dtype(), &shape)?;
+        let mut o = encode::output::<Waves>(x)?;
         self.forward_into(x, angles, o.view_mut())?;
         Ok(o)
     }
@@ -155,25 +137,14 @@ impl Cosine<'_> {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(&self, call: CosineBackward<'_>) -> Result<()> {
-        if call.grad.dtype() == DType::F64 {
-            return self.backward_double(call);
-        }
-        let [_, _, _, width] = encode::dimensions("cosine", "grad", &call.grad, self.layout)?;
-        let d = width / 2;
-        let CosineBackward { x, grad, angles, dx, dtheta } = call;
-        let gradients = Gradients { x, grad, dx, dtheta };
-        encode::backward(Waves { features: d }, &self.call(angles, d), gradients)
+        encode::backward(self, call)
     }
 
     /// The checks of [`Cosine::backward_into`], without the call, and what it comes to; see
     /// [`Cosine::check_forward`]. A call with neither x nor dx asks for nothing, and comes to an
     /// encoding without tokens.
-    pub fn check_backward(&self, call: CosineBackward<'_>) -> Result<plan::Encoding> {
-        let [_, _, _, width] = encode::dimensions("cosine", "grad", &call.grad, self.layout)?;
-        let d = width / 2;
-        let CosineBackward { x, grad, angles, dx, dtheta } = call;
-        let mut gradients = Gradients { x, grad, dx, dtheta };
-        encode::check_backward(Waves { features: d }, &self.call(angles, d), &mut gradients)
+    pub fn check_backward(&self, mut call: CosineBackward<'_>) -> Result<plan::Encoding> {
+        encode::check_backward(self, &mut call)
     }
 
     /// `dx` of [`Cosine::backward_into`] in a buffer from the pool.
@@ -183,18 +154,36 @@ impl Cosine<'_> {
         grad: View<'_>,
         angles: impl Into<Angles<'c>>,
     ) -> Result<Buffer> {
-        let [_, _, _, width] = encode::dimensions("cosine", "grad", &grad, self.layout)?;
-        let shape = [&grad.shape()[..3], &[width / 2]].concat();
-        let mut dx = Buffer::unfilled(grad.dtype(), &shape)?;
+        let mut dx = encode::gradient::<Waves>(grad)?;
         let (angles, view) = (angles.into(), dx.view_mut());
         self.backward_into(CosineBackward { x, grad, angles, dx: Some(view), dtheta: None })?;
         Ok(dx)
     }
+}
 
-    fn call<'c>(&'c self, angles: Angles<'c>, count: usize) -> Call<'c> {
+impl Options for Cosine<'_> {
+    type Encoding = Waves;
+
+    fn common(&self) -> Common<'_> {
         let Self { act, layout, positions, extra_tokens, sequences } = *self;
-        let placement = Placement { positions, extra_tokens, sequences };
-        Call { act, layout, placement, angles, count }
+        Common { act, layout, placement: Placement { positions, extra_tokens, sequences } }
+    }
+
+    fn encoding(&self, _angles: Angles<'_>, features: usize) -> Result<Waves> {
+        Ok(Waves { features })
+    }
+
+    fn reference_forward(&self, _plan: &plan::Encoding, input: &Input<'_>) -> Vec<f64> {
+        reference::cosine::forward(self, input)
+    }
+
+    fn reference_backward(
+        &self,
+        _plan: &plan::Encoding,
+        input: &Input<'_>,
+        grad: &[f64],
+    ) -> reference::angles::Gradients {
+        reference::cosine::backward(self, input, grad)
     }
 }
 

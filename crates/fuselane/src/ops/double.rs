@@ -9,10 +9,8 @@ use crate::DType;
 use crate::error::Result;
 use crate::ops::act::Act;
 use crate::ops::angles::{AngleSplit, Angles};
-use crate::ops::cosine::{Cosine, CosineBackward};
-use crate::ops::encode::TokenLayout;
+use crate::ops::encode::{self, EncodingBackward, TokenLayout};
 use crate::ops::normalize::{Normalize, NormalizeBackward, NormalizeForward, Residual};
-use crate::ops::rotate::{Rotate, RotateBackward};
 use crate::ops::softmax::Softmax;
 use crate::plan;
 use crate::reference::{self, angles, normalize};
@@ -257,112 +255,47 @@ fn write(output: Option<ViewMut<'_>>, values: &[f64]) {
     }
 }
 
-impl Rotate<'_> {
-    /// [`Rotate::forward_into`]
-    pub(super) fn forward_double(
-        &self,
-        x: View<'_>,
-        angles: Angles<'_>,
-        mut o: ViewMut<'_>,
-    ) -> Result<()> {
-        let plan = self.check_forward(x, angles, o.reborrow())?;
-        forward(&plan, self.layout, x, angles, o, |input| {
-            reference::rotate::forward(&self.of_pairs(&plan), input)
-        })
-    }
-
-    /// [`Rotate::backward_into`]
-    pub(super) fn backward_double(&self, call: RotateBackward<'_>) -> Result<()> {
-        let RotateBackward { x, grad, angles, mut dx, mut dtheta } = call;
-        let plan = self.check_backward(RotateBackward {
-            x,
-            grad,
-            angles,
-            dx: dx.as_mut().map(ViewMut::reborrow),
-            dtheta: dtheta.as_mut().map(ViewMut::reborrow),
-        })?;
-        backward(&plan, self.layout, [x, Some(grad)], angles, [dx, dtheta], |input, grad| {
-            reference::rotate::backward(&self.of_pairs(&plan), input, grad)
-        })
-    }
-
-    /// These options with the number of pairs that the call came to.
-    fn of_pairs(&self, plan: &plan::Encoding) -> Self {
-        Self { pairs: plan.pairs.map(|pairs| pairs.count), ..*self }
-    }
-}
-
-impl Cosine<'_> {
-    /// [`Cosine::forward_into`]
-    pub(super) fn forward_double(
-        &self,
-        x: View<'_>,
-        angles: Angles<'_>,
-        mut o: ViewMut<'_>,
-    ) -> Result<()> {
-        let plan = self.check_forward(x, angles, o.reborrow())?;
-        forward(&plan, self.layout, x, angles, o, |input| reference::cosine::forward(self, input))
-    }
-
-    /// [`Cosine::backward_into`]
-    pub(super) fn backward_double(&self, call: CosineBackward<'_>) -> Result<()> {
-        let CosineBackward { x, grad, angles, mut dx, mut dtheta } = call;
-        let plan = self.check_backward(CosineBackward {
-            x,
-            grad,
-            angles,
-            dx: dx.as_mut().map(ViewMut::reborrow),
-            dtheta: dtheta.as_mut().map(ViewMut::reborrow),
-        })?;
-        backward(&plan, self.layout, [x, Some(grad)], angles, [dx, dtheta], |input, grad| {
-            reference::cosine::backward(self, input, grad)
-        })
-    }
-}
-
-/// What `rotate` and `cosine` have in common, behind their checks.
-fn forward(
-    plan: &plan::Encoding,
-    layout: TokenLayout,
+/// `rotate` or `cosine`.
+pub(super) fn encode<O: encode::Options>(
+    options: &O,
     x: View<'_>,
     angles: Angles<'_>,
-    o: ViewMut<'_>,
-    formula: impl FnOnce(&angles::Input<'_>) -> Vec<f64>,
+    mut o: ViewMut<'_>,
 ) -> Result<()> {
+    let plan = encode::check_forward(options, x, angles, &mut o)?;
     if plan.is_empty() {
         return Ok(());
     }
-    let order = heads_last(layout);
+    let order = heads_last(options.common().layout);
     let x = x.permute(&order)?.to_f64_vec();
     let (theta, theta_dims) = theta(angles, &plan.split)?;
-    let o_values = formula(&input(plan, &x, &theta, theta_dims));
-    o.permute(&order)?.round_from(&o_values);
+    let values = options.reference_forward(&plan, &input(&plan, &x, &theta, theta_dims));
+    o.permute(&order)?.round_from(&values);
     Ok(())
 }
 
-/// As [`forward`], for x (if there is one) and the gradient that arrives, and those of x and theta.
-fn backward(
-    plan: &plan::Encoding,
-    layout: TokenLayout,
-    [x, grad]: [Option<View<'_>>; 2],
-    angles: Angles<'_>,
-    [dx, dtheta]: [Option<ViewMut<'_>>; 2],
-    formula: impl FnOnce(&angles::Input<'_>, &[f64]) -> angles::Gradients,
+/// The backward of `rotate` or `cosine`.
+pub(super) fn encode_backward<O: encode::Options>(
+    options: &O,
+    mut call: EncodingBackward<'_>,
 ) -> Result<()> {
-    let plan::Encoding { batch, tokens, heads, features, split, .. } = *plan;
+    let plan = encode::check_backward(options, &mut call)?;
+    let EncodingBackward { x, grad, angles, dx, dtheta } = call;
+    let plan::Encoding { batch, tokens, heads, features, split, .. } = plan;
     if plan.is_empty() {
         dtheta.into_iter().for_each(|mut dtheta| dtheta.fill_zero());
         return Ok(());
     }
-    let order = heads_last(layout);
-    let values = |view: Option<View<'_>>| -> Result<Option<Vec<f64>>> {
-        view.map(|view| Ok(view.permute(&order)?.to_f64_vec())).transpose()
-    };
+    let order = heads_last(options.common().layout);
     // Where the check lets x be left out, its values do not matter.
-    let x = values(x)?.unwrap_or_else(|| vec![0.0; batch * tokens * heads * features]);
-    let grad = values(grad)?.unwrap_or_default();
+    let x = match x {
+        Some(x) => x.permute(&order)?.to_f64_vec(),
+        None => vec![0.0; batch * tokens * heads * features],
+    };
+    let grad = grad.permute(&order)?.to_f64_vec();
     let (theta, theta_dims) = theta(angles, &split)?;
-    let gradients = formula(&input(plan, &x, &theta, theta_dims), &grad);
+    let input = input(&plan, &x, &theta, theta_dims);
+    let gradients = options.reference_backward(&plan, &input, &grad);
     if let Some(dx) = dx {
         dx.permute(&order)?.round_from(&gradients.dx);
     }

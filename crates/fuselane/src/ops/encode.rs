@@ -12,6 +12,7 @@ use std::str::FromStr;
 
 use super::act::Act;
 use super::angles::{self, AngleSplit, Angles, Placement};
+use super::double;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::exec::operands::{Named, Operands, contiguous_rows, disjoint};
@@ -24,6 +25,8 @@ use crate::kernels::encode::{
 };
 use crate::kernels::lanes::Lane;
 use crate::plan;
+use crate::pool::Buffer;
+use crate::reference::{self, angles::Input};
 use crate::simd::dispatch;
 use crate::view::{View, ViewMut};
 
@@ -81,52 +84,90 @@ pub enum TokenLayout {
     HeadsTokens,
 }
 
-/// The arguments that the two operators have in common.
-pub(crate) struct Call<'a> {
+/// The tensors of a backward call of `rotate` or `cosine`. Outputs that are `None` are not computed.
+pub struct EncodingBackward<'a> {
+    /// What the forward got; needed where there is an activation, and for `dtheta`.
+    pub x: Option<View<'a>>,
+    /// The gradient that arrives at the output, in its shape.
+    pub grad: View<'a>,
+    /// The frequencies or the table that the forward used.
+    pub angles: Angles<'a>,
+    /// The gradient of x.
+    pub dx: Option<ViewMut<'a>>,
+    /// The gradient of theta, in theta's shape.
+    pub dtheta: Option<ViewMut<'a>>,
+}
+
+impl<'a> EncodingBackward<'a> {
+    /// A view with the dimensions of x, and its name: x where there is one, else dx, whose shape is the
+    /// same. Without either the call asks for nothing.
+    fn like(&self) -> Result<Option<Named<View<'a>>>> {
+        Ok(match (&self.x, &self.dx) {
+            (Some(x), _) => Some(("x", *x)),
+            (None, Some(dx)) => Some(("dx", View::dense_shape(dx.dtype(), dx.shape())?)),
+            (None, None) => None,
+        })
+    }
+}
+
+/// Options that `rotate` and `cosine` have in common.
+pub(crate) struct Common<'a> {
     pub(crate) act: FusedAct,
     pub(crate) layout: TokenLayout,
     pub(crate) placement: Placement<'a>,
-    pub(crate) angles: Angles<'a>,
-    /// Angles per token and head.
-    pub(crate) count: usize,
 }
 
-impl<'a> Call<'a> {
-    /// Theta, as an input that no output may overlap.
-    fn theta(&self) -> Named<Option<View<'a>>> {
-        match self.angles {
-            Angles::Theta(theta) => ("theta", Some(theta)),
-            Angles::Table(_) => ("theta", None),
-        }
-    }
+/// The options of `rotate` or of `cosine`.
+pub(crate) trait Options {
+    type Encoding: Encoding;
 
+    fn common(&self) -> Common<'_>;
+
+    /// What is done to rows of `features` features of x.
+    fn encoding(&self, angles: Angles<'_>, features: usize) -> Result<Self::Encoding>;
+
+    /// `o` of a call that came to `plan`, in f64.
+    fn reference_forward(&self, plan: &plan::Encoding, input: &Input<'_>) -> Vec<f64>;
+
+    /// The gradients of a call that came to `plan`, in f64.
+    fn reference_backward(
+        &self,
+        plan: &plan::Encoding,
+        input: &Input<'_>,
+        grad: &[f64],
+    ) -> reference::angles::Gradients;
+}
+
+impl<'a> Common<'a> {
     /// Whether a backward looks at x.
-    fn needs_x(&self, gradients: &Gradients<'_>) -> bool {
-        self.act != FusedAct::default() || gradients.dtheta.is_some()
+    fn needs_x(&self, call: &EncodingBackward<'_>) -> bool {
+        self.act != FusedAct::default() || call.dtheta.is_some()
     }
 
     /// Checks the angles of a call on activations of `dtype`.
-    fn check_angles(
+    fn check_angles<E: Encoding>(
         &self,
-        operator: &'static str,
+        encoding: E,
+        angles: Angles<'_>,
         dtype: DType,
         [b, n, h, _]: [usize; 4],
     ) -> Result<AngleSplit> {
-        let &Self { placement, angles, count, .. } = self;
-        angles::check(operator, angles, placement, count, dtype.real(), [b, n, h])
+        let (placement, count) = (self.placement, encoding.angles());
+        angles::check(E::OPERATOR, angles, placement, count, dtype.real(), [b, n, h])
     }
 
     /// What kernels need of a call that was checked and is not empty. Reads theta.
     fn plan<E: Encoding>(
         &self,
         encoding: E,
+        angles: Angles<'a>,
         x: &View<'_>,
         checked: plan::Encoding,
         passes: Passes,
     ) -> Plan<'a> {
         let order = tokens_first(self.layout);
         let strides = [0, 2].map(|i| x.strides()[order[i]].unsigned_abs());
-        let angles = (self.angles, self.placement);
+        let angles = (angles, self.placement);
         Plan::new(encoding, self.act, angles, checked, (x.dtype().size(), strides), passes)
     }
 
@@ -142,12 +183,33 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Tensors of a backward call.
-pub(crate) struct Gradients<'a> {
-    pub(crate) x: Option<View<'a>>,
-    pub(crate) grad: View<'a>,
-    pub(crate) dx: Option<ViewMut<'a>>,
-    pub(crate) dtheta: Option<ViewMut<'a>>,
+/// Theta, as an input that no output may overlap.
+fn theta(angles: Angles<'_>) -> Named<Option<View<'_>>> {
+    match angles {
+        Angles::Theta(theta) => ("theta", Some(theta)),
+        Angles::Table(_) => ("theta", None),
+    }
+}
+
+/// The encoding of a forward, from the features of x.
+fn forward_encoding<O: Options>(
+    options: &O,
+    x: View<'_>,
+    angles: Angles<'_>,
+) -> Result<O::Encoding> {
+    let [.., d] = dimensions(O::Encoding::OPERATOR, "x", &x, options.common().layout)?;
+    options.encoding(angles, d)
+}
+
+/// The encoding of a backward. Where x and grad differ, grad is at fault, and not theta.
+fn backward_encoding<O: Options>(options: &O, call: &EncodingBackward<'_>) -> Result<O::Encoding> {
+    let (operator, layout) = (O::Encoding::OPERATOR, options.common().layout);
+    let [.., width] = dimensions(operator, "grad", &call.grad, layout)?;
+    let d = match &call.x {
+        Some(x) => dimensions(operator, "x", x, layout)?[3],
+        None => width / O::Encoding::OUTPUTS,
+    };
+    options.encoding(call.angles, d)
 }
 
 /// Batch, tokens, heads and features of a tensor.
@@ -200,21 +262,23 @@ fn check_shape(
 }
 
 /// Checks a forward, and tells what it comes to. Nothing is read or written.
-pub(crate) fn check_forward<E: Encoding>(
-    encoding: E,
-    call: &Call<'_>,
+pub(crate) fn check_forward<O: Options>(
+    options: &O,
     x: View<'_>,
+    angles: Angles<'_>,
     o: &mut ViewMut<'_>,
 ) -> Result<plan::Encoding> {
-    let dims @ [.., d] = dimensions(E::OPERATOR, "x", &x, call.layout)?;
-    let width = encoding.output_len(d);
-    check_shape(E::OPERATOR, "o", &o.as_view(), ("x", &x), width)?;
-    contiguous_rows(E::OPERATOR, "x", x)?;
-    let split = call.check_angles(E::OPERATOR, x.dtype(), dims)?;
+    let (operator, common) = (O::Encoding::OPERATOR, options.common());
+    let encoding = forward_encoding(options, x, angles)?;
+    let dims @ [.., d] = dimensions(operator, "x", &x, common.layout)?;
+    let width = O::Encoding::OUTPUTS * d;
+    check_shape(operator, "o", &o.as_view(), ("x", &x), width)?;
+    contiguous_rows(operator, "x", x)?;
+    let split = common.check_angles(encoding, angles, x.dtype(), dims)?;
     // All of it at once: packed sequences are worked on one after the other.
-    disjoint(E::OPERATOR, &[("x", Some(x)), call.theta()], &[("o", o.as_view())])?;
+    disjoint(operator, &[("x", Some(x)), theta(angles)], &[("o", o.as_view())])?;
     if !x.is_empty() {
-        forward_operands(x, o.reborrow(), width).check(E::OPERATOR)?;
+        forward_operands(x, o.reborrow(), width).check(operator)?;
     }
     Ok(planned(encoding, dims, split))
 }
@@ -231,30 +295,36 @@ fn planned<E: Encoding>(
     [batch, tokens, heads, features]: [usize; 4],
     split: AngleSplit,
 ) -> plan::Encoding {
-    let (output_features, pairs) = (encoding.output_len(features), encoding.pairs());
+    let (output_features, pairs) = (E::OUTPUTS * features, encoding.pairs());
     plan::Encoding { batch, tokens, heads, features, output_features, pairs, split }
 }
 
 /// Encodes `x` into `o`.
-pub(crate) fn forward<E: Encoding>(
-    encoding: E,
-    call: &Call<'_>,
+pub(crate) fn forward<O: Options>(
+    options: &O,
     x: View<'_>,
+    angles: Angles<'_>,
     mut o: ViewMut<'_>,
 ) -> Result<()> {
-    let checked = check_forward(encoding, call, x, &mut o)?;
+    if x.dtype() == DType::F64 {
+        return double::encode(options, x, angles, o);
+    }
+    let checked = check_forward(options, x, angles, &mut o)?;
     if x.is_empty() {
         return Ok(());
     }
-    let order = tokens_first(call.layout);
+    let (operator, common) = (O::Encoding::OPERATOR, options.common());
+    let encoding = forward_encoding(options, x, angles)?;
+    let order = tokens_first(common.layout);
     let isa = isa();
-    let plan = call.plan(encoding, &x, checked, Passes { backward: false, dtheta: false });
+    let passes = Passes { backward: false, dtheta: false };
+    let plan = common.plan(encoding, angles, &x, checked, passes);
     let x = x.permute(&order)?;
-    for tokens in call.sequences(x.shape()[0]) {
+    for tokens in common.sequences(x.shape()[0]) {
         let x = x.narrow(0, tokens.start, tokens.len())?;
         let o = o.reborrow().permute(&order)?.narrow(0, tokens.start, tokens.len())?;
-        let rows = Rows::new(E::OPERATOR, forward_operands(x, o, checked.output_features))?;
-        let columns = column_statistics(E::OPERATOR, &plan, Some(&x), false)?;
+        let rows = Rows::new(operator, forward_operands(x, o, checked.output_features))?;
+        let columns = column_statistics(operator, &plan, Some(&x), false)?;
         let (columns, non_temporal) = (&columns, rows.non_temporal());
         rows.for_each_task(group(&checked), |part| {
             let walk = Walk { plan: &plan, encoding, first: tokens.start };
@@ -264,44 +334,52 @@ pub(crate) fn forward<E: Encoding>(
     Ok(())
 }
 
-/// A view with the dimensions of a backward, and its name: x where there is one, else dx, whose
-/// shape is the same. Without either the call asks for nothing.
-fn like<'a>(gradients: &Gradients<'a>) -> Result<Option<Named<View<'a>>>> {
-    Ok(match (&gradients.x, &gradients.dx) {
-        (Some(x), _) => Some(("x", *x)),
-        (None, Some(dx)) => Some(("dx", View::dense_shape(dx.dtype(), dx.shape())?)),
-        (None, None) => None,
-    })
+/// A buffer from the pool for `o`.
+pub(crate) fn output<E: Encoding>(x: View<'_>) -> Result<Buffer> {
+    scaled_last(x, |d| E::OUTPUTS * d)
+}
+
+/// A buffer from the pool for `dx`.
+pub(crate) fn gradient<E: Encoding>(grad: View<'_>) -> Result<Buffer> {
+    scaled_last(grad, |width| width / E::OUTPUTS)
+}
+
+/// A buffer in the shape of a view but for the last dimension.
+fn scaled_last(view: View<'_>, scale: impl Fn(usize) -> usize) -> Result<Buffer> {
+    let mut shape = view.shape().to_vec();
+    if let Some(last) = shape.last_mut() {
+        *last = scale(*last);
+    }
+    Buffer::unfilled(view.dtype(), &shape)
 }
 
 /// Checks a backward, and tells what it comes to: nothing at all, if it asks for nothing. Nothing is
 /// read or written.
-pub(crate) fn check_backward<E: Encoding>(
-    encoding: E,
-    call: &Call<'_>,
-    gradients: &mut Gradients<'_>,
+pub(crate) fn check_backward<O: Options>(
+    options: &O,
+    call: &mut EncodingBackward<'_>,
 ) -> Result<plan::Encoding> {
-    let operator = E::OPERATOR;
-    let grad = gradients.grad;
-    let needs_x = call.needs_x(gradients);
-    if needs_x && gradients.x.is_none() {
+    let (operator, common) = (O::Encoding::OPERATOR, options.common());
+    let encoding = backward_encoding(options, call)?;
+    let (grad, needs_x) = (call.grad, common.needs_x(call));
+    if needs_x && call.x.is_none() {
         let expected = "it (the backward of an activation and dtheta need it)";
         return Err(Error::new(operator, "x", "is missing", expected));
     }
-    let Some(like) = like(gradients)? else {
+    let Some(like) = call.like()? else {
         return Ok(planned(encoding, [0; 4], AngleSplit::default()));
     };
-    let dims @ [.., d] = dimensions(operator, like.0, &like.1, call.layout)?;
-    let width = encoding.output_len(d);
+    let dims @ [.., d] = dimensions(operator, like.0, &like.1, common.layout)?;
+    let width = O::Encoding::OUTPUTS * d;
     check_shape(operator, "grad", &grad, (like.0, &like.1), width)?;
-    if let Some(dx) = &gradients.dx {
+    if let Some(dx) = &call.dx {
         check_shape(operator, "dx", &dx.as_view(), (like.0, &like.1), d)?;
     }
-    if let Some(x) = &gradients.x {
+    if let Some(x) = &call.x {
         contiguous_rows(operator, "x", *x)?;
     }
-    let split = call.check_angles(operator, like.1.dtype(), dims)?;
-    if let Some(dtheta) = &gradients.dtheta {
+    let split = common.check_angles(encoding, call.angles, like.1.dtype(), dims)?;
+    if let Some(dtheta) = &call.dtheta {
         let expected = [split.theta_heads, split.theta_columns];
         if dtheta.shape() != expected {
             let got = format!("has shape {:?}", dtheta.shape());
@@ -309,14 +387,14 @@ pub(crate) fn check_backward<E: Encoding>(
             return Err(Error::new(operator, "dtheta", got, expected));
         }
     }
-    let inputs = [("x", gradients.x), ("grad", Some(grad)), call.theta()];
+    let inputs = [("x", call.x), ("grad", Some(grad)), theta(call.angles)];
     let mut written = Vec::with_capacity(2);
-    written.extend(gradients.dx.iter().map(|dx| ("dx", dx.as_view())));
-    written.extend(gradients.dtheta.iter().map(|dtheta| ("dtheta", dtheta.as_view())));
+    written.extend(call.dx.iter().map(|dx| ("dx", dx.as_view())));
+    written.extend(call.dtheta.iter().map(|dtheta| ("dtheta", dtheta.as_view())));
     disjoint(operator, &inputs, &written)?;
     if !like.1.is_empty() {
-        let dx = gradients.dx.as_mut().map(ViewMut::reborrow);
-        let x = gradients.x.filter(|_| needs_x);
+        let dx = call.dx.as_mut().map(ViewMut::reborrow);
+        let x = call.x.filter(|_| needs_x);
         backward_operands(like, x, grad, dx, width).check(operator)?;
     }
     Ok(planned(encoding, dims, split))
@@ -336,46 +414,46 @@ fn backward_operands<'a>(
 }
 
 /// Pulls `grad` back through the encoding and the activation.
-pub(crate) fn backward<E: Encoding>(
-    encoding: E,
-    call: &Call<'_>,
-    mut gradients: Gradients<'_>,
-) -> Result<()> {
-    let operator = E::OPERATOR;
-    let checked = check_backward(encoding, call, &mut gradients)?;
-    let Some(like) = like(&gradients)? else { return Ok(()) };
-    if like.1.is_empty() || (gradients.dx.is_none() && gradients.dtheta.is_none()) {
-        if let Some(dtheta) = &mut gradients.dtheta {
+pub(crate) fn backward<O: Options>(options: &O, mut call: EncodingBackward<'_>) -> Result<()> {
+    if call.grad.dtype() == DType::F64 {
+        return double::encode_backward(options, call);
+    }
+    let (operator, common) = (O::Encoding::OPERATOR, options.common());
+    let checked = check_backward(options, &mut call)?;
+    let Some(like) = call.like()? else { return Ok(()) };
+    if like.1.is_empty() || (call.dx.is_none() && call.dtheta.is_none()) {
+        if let Some(dtheta) = &mut call.dtheta {
             dtheta.fill_zero();
         }
         return Ok(());
     }
+    let encoding = backward_encoding(options, &call)?;
     let plan::Encoding { batch: b, heads: h, features: d, split, .. } = checked;
     let width = checked.output_features;
-    let (grad, dtype) = (gradients.grad, like.1.dtype());
-    let x = gradients.x.filter(|_| call.needs_x(&gradients));
-    let order = tokens_first(call.layout);
+    let (grad, dtype) = (call.grad, like.1.dtype());
+    let x = call.x.filter(|_| common.needs_x(&call));
+    let order = tokens_first(common.layout);
     let isa = isa();
-    let passes = Passes { backward: true, dtheta: gradients.dtheta.is_some() };
-    let plan = call.plan(encoding, &like.1, checked, passes);
+    let passes = Passes { backward: true, dtheta: call.dtheta.is_some() };
+    let plan = common.plan(encoding, call.angles, &like.1, checked, passes);
     let mut angle_sums = Scratch::<f32>::zeros(split.theta_heads * split.count);
     // Sums over all tokens, in dtheta, need a softmax to be exact; dx is to be what it is without
     // dtheta. So the two go apart.
-    let softmax = !matches!(call.act, FusedAct::Elementwise(_));
-    let apart = softmax && gradients.dx.is_some() && gradients.dtheta.is_some();
+    let softmax = !matches!(common.act, FusedAct::Elementwise(_));
+    let apart = softmax && call.dx.is_some() && call.dtheta.is_some();
     let rounds: &[_] = if apart { &[(true, false), (false, true)] } else { &[(true, true)] };
-    let rounds = call.sequences(checked.tokens).into_iter().flat_map(|tokens| {
+    let rounds = common.sequences(checked.tokens).into_iter().flat_map(|tokens| {
         rounds.iter().map(move |&(for_x, for_theta)| (tokens.clone(), for_x, for_theta))
     });
     for (tokens, for_x, for_theta) in rounds {
-        let for_theta = for_theta && gradients.dtheta.is_some();
+        let for_theta = for_theta && call.dtheta.is_some();
         let (first, len) = (tokens.start, tokens.len());
         let grad = grad.permute(&order)?.narrow(0, first, len)?;
         let x = match x {
             Some(x) => Some(x.permute(&order)?.narrow(0, first, len)?),
             None => None,
         };
-        let dx = match &mut gradients.dx {
+        let dx = match &mut call.dx {
             Some(dx) if for_x => Some(dx.reborrow().permute(&order)?.narrow(0, first, len)?),
             _ => None,
         };
@@ -384,16 +462,13 @@ pub(crate) fn backward<E: Encoding>(
         let columns = column_statistics(operator, &plan, x.as_ref(), for_theta)?;
         let columns = &columns;
         let mut dots = Scratch::<Lane>::zeros(0);
-        if call.act == FusedAct::SoftmaxSequence {
+        if common.act == FusedAct::SoftmaxSequence {
             let sums = b * h * plan.segments.width();
             dots = Scratch::zeros(sums);
-            let rows = Rows::new(
-                operator,
-                Operands {
-                    input_len: [None, Some(width)],
-                    ..Operands::plain(like, [("x", x), ("grad", Some(grad))], [])
-                },
-            )?;
+            let inputs = [("x", x), ("grad", Some(grad))];
+            let operands = Operands::plain(like, inputs, []);
+            let operands = Operands { input_len: [None, Some(width)], ..operands };
+            let rows = Rows::new(operator, operands)?;
             rows.sum_over_tasks(b * h, &mut dots[..sums], |part, sums| {
                 dispatch(isa, rows.dtype(), Dots { walk, rows: part, columns, sums });
             });
@@ -414,7 +489,7 @@ pub(crate) fn backward<E: Encoding>(
             });
         }
     }
-    if let Some(dtheta) = &mut gradients.dtheta {
+    if let Some(dtheta) = &mut call.dtheta {
         split.gather(&angle_sums, dtheta);
     }
     Ok(())

@@ -46,7 +46,7 @@ use crate::exec::rows::{Rows, TaskRows};
 use crate::exec::scratch::Scratch;
 use crate::kernels::lanes::Lane;
 use crate::kernels::normalize::backward::{self, Backward};
-use crate::kernels::normalize::forward::{Added, Forward, With};
+use crate::kernels::normalize::forward::{self, Added, Forward};
 use crate::kernels::param;
 use crate::pool::Buffer;
 use crate::simd::dispatch;
@@ -390,7 +390,7 @@ impl Normalize {
             return self.forward_double(call);
         }
         let (weight, bias) = (call.weight, call.bias);
-        let (rows, with, d) = self.checked_forward(call)?;
+        let (rows, options, d) = self.checked_forward(call)?;
         let (isa, eps, groups) = (isa(), self.eps, self.groups_as_rows(d));
         let rows = rows.split(groups).merged(false);
         if rows.count() == 0 {
@@ -401,7 +401,7 @@ impl Normalize {
         let bias = widened_parameter(bias, bias_len);
         let (weight, bias) = (&weight[..d], &bias[..bias_len]);
         rows.for_each_task(groups, |rows| {
-            let kernel = Forward { with, eps, groups, weight, bias, rows, non_temporal };
+            let kernel = Forward { options, eps, groups, weight, bias, rows, non_temporal };
             dispatch(isa, dtype, kernel);
         });
         Ok(())
@@ -422,12 +422,12 @@ impl Normalize {
         self.checked_forward(call).map(drop)
     }
 
-    /// The rows of a forward, what takes part in it, and the length of a row. Nothing is read or
+    /// The rows of a forward, its options as kernels need them, and the length of a row. Nothing is read or
     /// written.
     fn checked_forward<'a>(
         &self,
         call: NormalizeForward<'a>,
-    ) -> Result<(Rows<'a, 3, 2, 0, 2>, With, usize)> {
+    ) -> Result<(Rows<'a, 3, 2, 0, 2>, forward::Options, usize)> {
         let NormalizeForward { x, weight, bias, gate, residual, o, rstd, mean } = call;
         let d = self.check(x)?;
         if mean.is_some() && !self.center {
@@ -451,7 +451,7 @@ impl Normalize {
         written.extend(rstd.iter().map(|view| ("rstd", view.as_view())));
         written.extend(mean.iter().map(|view| ("mean", view.as_view())));
         disjoint(NAME, &[("weight", weight), ("bias", bias)], &written)?;
-        let with = With {
+        let options = forward::Options {
             added,
             gate: gate.map(|_| (self.gate_position, self.gate_act)),
             center: self.center,
@@ -470,7 +470,7 @@ impl Normalize {
                 output_len: [None; 2],
             },
         )?;
-        Ok((rows, with, d))
+        Ok((rows, options, d))
     }
 
     /// The result in a buffer from the pool, for the plain case.
@@ -536,7 +536,7 @@ impl Normalize {
         if call.x.dtype() == DType::F64 {
             return self.backward_double(call);
         }
-        let (rows, with, d) = self.checked_backward(&mut call)?;
+        let (rows, options, d) = self.checked_backward(&mut call)?;
         let (isa, groups) = (isa(), self.groups_as_rows(d));
         let rows = rows.split(groups).merged(false);
         let NormalizeBackward { weight, bias, mut dweight, mut dbias, .. } = call;
@@ -551,14 +551,19 @@ impl Normalize {
         let bias = widened_parameter(bias, bias_len);
         let (weight, bias) = (&weight[..d], &bias[..bias_len]);
         let run = |rows: TaskRows<'_, 5, 3, 2>, sums: &mut [Lane]| {
-            dispatch(isa, dtype, Backward { with, groups, weight, bias, rows, non_temporal, sums });
+            dispatch(
+                isa,
+                dtype,
+                Backward { options, groups, weight, bias, rows, non_temporal, sums },
+            );
         };
-        if !with.dweight && !with.dbias {
+        if !options.dweight && !options.dbias {
             rows.for_each_task(groups, |rows| run(rows, &mut []));
             return Ok(());
         }
         let len = param::lanes_len(groups, d / groups);
-        let mut sums = Scratch::<Lane>::zeros(len * (with.dweight as usize + with.dbias as usize));
+        let mut sums =
+            Scratch::<Lane>::zeros(len * (options.dweight as usize + options.dbias as usize));
         rows.sum_over_tasks(groups, &mut sums, run);
         let mut values = Scratch::<f32>::new(d);
         let mut sums = sums.chunks_exact(len);
@@ -583,12 +588,12 @@ impl Normalize {
         self.checked_backward(&mut call).map(drop)
     }
 
-    /// The rows of a backward, what takes part in it, and the length of a row. The gradients of the
+    /// The rows of a backward, its options as kernels need them, and the length of a row. The gradients of the
     /// parameters stay with the call; those in rows are taken from it. Nothing is read or written.
     fn checked_backward<'a>(
         &self,
         call: &mut NormalizeBackward<'a>,
-    ) -> Result<(Rows<'a, 5, 3, 2>, backward::With, usize)> {
+    ) -> Result<(Rows<'a, 5, 3, 2>, backward::Options, usize)> {
         let &mut NormalizeBackward { grad, x, residual, gate, weight, bias, .. } = call;
         let &mut NormalizeBackward { rstd, mean, grad_residual_out, .. } = call;
         let (dx, dresidual, dgate) = (call.dx.take(), call.dresidual.take(), call.dgate.take());
@@ -636,7 +641,7 @@ impl Normalize {
         disjoint(NAME, &[("weight", weight), ("bias", bias)], &written)?;
 
         let [dx, dresidual, dgate] = outputs.each_ref().map(|(_, view)| view.is_some());
-        let with = backward::With {
+        let options = backward::Options {
             residual: residual.is_some(),
             gate: gate.map(|_| (self.gate_position, self.gate_act)),
             bias: bias.is_some(),
@@ -661,7 +666,7 @@ impl Normalize {
                 output_len: [None; 3],
             },
         )?;
-        Ok((rows, with, d))
+        Ok((rows, options, d))
     }
 
     /// The gradients of x and, if there is one, of the weight (in its dtype) in buffers from the

@@ -16,13 +16,13 @@
 //! Features that are in no rotated pair pass through, with the activation applied. Where d is odd,
 //! there are (d - 1) / 2 pairs, and with the half split the last feature is in none.
 
-use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::encode::Rotation;
 use crate::ops::angles::{Angles, Placement, Positions};
-use crate::ops::encode::{self, Call, FusedAct, Gradients, TokenLayout};
+use crate::ops::encode::{self, Common, EncodingBackward, FusedAct, Options, TokenLayout};
 use crate::plan;
 use crate::pool::Buffer;
+use crate::reference::{self, angles::Input};
 use crate::view::{View, ViewMut};
 
 /// Which features form a pair.
@@ -70,19 +70,8 @@ pub struct Rotate<'a> {
     pub pairs: Option<usize>,
 }
 
-/// The tensors of a backward call. Outputs that are `None` are not computed.
-pub struct RotateBackward<'a> {
-    /// What the forward got; needed where there is an activation, and for `dtheta`.
-    pub x: Option<View<'a>>,
-    /// The gradient that arrives at the output.
-    pub grad: View<'a>,
-    /// The frequencies or the table that the forward used.
-    pub angles: Angles<'a>,
-    /// The gradient of x.
-    pub dx: Option<ViewMut<'a>>,
-    /// The gradient of theta, in theta's shape.
-    pub dtheta: Option<ViewMut<'a>>,
-}
+/// The tensors of a backward call; see [`EncodingBackward`].
+pub type RotateBackward<'a> = EncodingBackward<'a>;
 
 impl Rotate<'_> {
     /// Writes the rotated `x` into `o`.
@@ -110,19 +99,10 @@ impl Rotate<'_> {
         self.encode(x, angles.into(), o)
     }
 
-    /// [`Rotate::forward_into`] without type parameters, so that kernels are compiled once, in
-    /// this crate, and not again in each that calls it.
+    /// [`Rotate::forward_into`] without type parameters, so that kernels are compiled once, in this crate,
+    /// and not again in each that calls it.
     fn encode(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()> {
-        if x.dtype() == DType::F64 {
-            return self.forward_double(x, angles, o);
-        }
-        let rotation = self.rotation_forward(x, angles)?;
-        encode::forward(rotation, &self.call(angles, rotation.pairs), x, o)
-    }
-
-    fn rotation_forward(&self, x: View<'_>, angles: Angles<'_>) -> Result<Rotation> {
-        let [_, _, _, d] = encode::dimensions("rotate", "x", &x, self.layout)?;
-        self.rotation(angles, d)
+        encode::forward(self, x, angles, o)
     }
 
     /// The checks of [`Rotate::forward_into`], without the call, and what it comes to. No element is
@@ -146,13 +126,12 @@ impl Rotate<'_> {
         angles: Angles<'_>,
         mut o: ViewMut<'_>,
     ) -> Result<plan::Encoding> {
-        let rotation = self.rotation_forward(x, angles)?;
-        encode::check_forward(rotation, &self.call(angles, rotation.pairs), x, &mut o)
+        encode::check_forward(self, x, angles, &mut o)
     }
 
     /// The rotated `x` in a buffer from the pool.
     pub fn forward<'c>(&self, x: View<'_>, angles: impl Into<Angles<'c>>) -> Result<Buffer> {
-        let mut o = Buffer::unfilled(x.dtype(), x.shape())?;
+        let mut o = encode::output::<Rotation>(x)?;
         self.forward_into(x, angles, o.view_mut())?;
         Ok(o)
     }
@@ -174,32 +153,14 @@ impl Rotate<'_> {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(&self, call: RotateBackward<'_>) -> Result<()> {
-        if call.grad.dtype() == DType::F64 {
-            return self.backward_double(call);
-        }
-        let rotation = self.rotation_backward(&call)?;
-        let RotateBackward { x, grad, angles, dx, dtheta } = call;
-        let gradients = Gradients { x, grad, dx, dtheta };
-        encode::backward(rotation, &self.call(angles, rotation.pairs), gradients)
-    }
-
-    fn rotation_backward(&self, call: &RotateBackward<'_>) -> Result<Rotation> {
-        let [_, _, _, mut d] = encode::dimensions("rotate", "grad", &call.grad, self.layout)?;
-        if let Some(x) = &call.x {
-            // Where the two differ, grad is at fault, and not theta.
-            [.., d] = encode::dimensions("rotate", "x", x, self.layout)?;
-        }
-        self.rotation(call.angles, d)
+        encode::backward(self, call)
     }
 
     /// The checks of [`Rotate::backward_into`], without the call, and what it comes to; see
     /// [`Rotate::check_forward`]. A call with neither x nor dx asks for nothing, and comes to an
     /// encoding without tokens.
-    pub fn check_backward(&self, call: RotateBackward<'_>) -> Result<plan::Encoding> {
-        let rotation = self.rotation_backward(&call)?;
-        let RotateBackward { x, grad, angles, dx, dtheta } = call;
-        let mut gradients = Gradients { x, grad, dx, dtheta };
-        encode::check_backward(rotation, &self.call(angles, rotation.pairs), &mut gradients)
+    pub fn check_backward(&self, mut call: RotateBackward<'_>) -> Result<plan::Encoding> {
+        encode::check_backward(self, &mut call)
     }
 
     /// `dx` of [`Rotate::backward_into`] in a buffer from the pool.
@@ -209,20 +170,23 @@ impl Rotate<'_> {
         grad: View<'_>,
         angles: impl Into<Angles<'c>>,
     ) -> Result<Buffer> {
-        let mut dx = Buffer::unfilled(grad.dtype(), grad.shape())?;
+        let mut dx = encode::gradient::<Rotation>(grad)?;
         let (angles, view) = (angles.into(), dx.view_mut());
         self.backward_into(RotateBackward { x, grad, angles, dx: Some(view), dtheta: None })?;
         Ok(dx)
     }
+}
 
-    fn call<'c>(&'c self, angles: Angles<'c>, count: usize) -> Call<'c> {
+impl Options for Rotate<'_> {
+    type Encoding = Rotation;
+
+    fn common(&self) -> Common<'_> {
         let Self { act, layout, positions, extra_tokens, sequences, .. } = *self;
-        let placement = Placement { positions, extra_tokens, sequences };
-        Call { act, layout, placement, angles, count }
+        Common { act, layout, placement: Placement { positions, extra_tokens, sequences } }
     }
 
     /// Which features turn.
-    fn rotation(&self, angles: Angles<'_>, d: usize) -> Result<Rotation> {
+    fn encoding(&self, angles: Angles<'_>, d: usize) -> Result<Rotation> {
         let axes = match self.positions {
             Positions::Grid(shape) => shape.len(),
             _ => 1,
@@ -263,6 +227,26 @@ impl Rotate<'_> {
             (Pairing::Half, Partial::RotaryDim) => Some(pairs),
         };
         Ok(Rotation { features: d, pairs, second })
+    }
+
+    fn reference_forward(&self, plan: &plan::Encoding, input: &Input<'_>) -> Vec<f64> {
+        reference::rotate::forward(&self.of_pairs(plan), input)
+    }
+
+    fn reference_backward(
+        &self,
+        plan: &plan::Encoding,
+        input: &Input<'_>,
+        grad: &[f64],
+    ) -> reference::angles::Gradients {
+        reference::rotate::backward(&self.of_pairs(plan), input, grad)
+    }
+}
+
+impl Rotate<'_> {
+    /// These options with the number of pairs that the call came to.
+    fn of_pairs(&self, plan: &plan::Encoding) -> Self {
+        Self { pairs: plan.pairs.map(|pairs| pairs.count), ..*self }
     }
 }
 

@@ -9,60 +9,38 @@
 //! shift or a mask and packed by a blend, without a shuffle.
 
 use std::arch::x86_64::*;
-use std::hint::black_box;
 use std::marker::PhantomData;
-use std::mem::MaybeUninit;
 
 use half::{bf16, f16};
 
-use super::{LANES, Simd, copy_tail};
+use super::x86::{Packed, align_frame, inside, load_tail_16, sum_of_eight, x86};
+use super::{Simd, copy_tail};
 use crate::dtype::Element;
 
 /// Elements of type `E`; compiled for AVX-512 with `VL`.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2<E, const VL: bool>(PhantomData<E>);
 
-/// Calls an intrinsic.
-///
-/// SAFETY of every use: [`Simd`] of this folder's x86 types is only used by kernels that
-/// `super::dispatch` enters after the type's instruction set was found available. Intrinsics that
-/// touch memory are used under the pointer promises of their caller, or within the slice that they were
-/// given: of loads with a mask, lanes whose bit is clear are neither read nor do they fault.
-macro_rules! x86 {
-    ($($call:tt)*) => {{
-        #[allow(clippy::undocumented_unsafe_blocks)]
-        unsafe { $($call)* }
-    }};
-}
-pub(super) use x86;
+/// A block.
+pub(super) type Pair = [__m256; 2];
 
-/// Has the frame of the function that this is inlined into aligned for whole registers.
-///
-/// Registers that a loop has no room for go to the stack and come back. By itself, the compiler
-/// aligns the frame to 16 bytes only, and it is the caller's depth that decides whether such a register
-/// lies across two cache lines, where store forwarding fails: whole calls then took up to three times
-/// as long. (`black_box` promises nothing; without its effect, only speed is lost.)
-#[inline(always)]
-pub(super) fn align_frame<Register>() {
-    let mut register = MaybeUninit::<Register>::uninit();
-    black_box(register.as_mut_ptr());
-}
-
-type Pair = [__m256; 2];
-
-/// How AVX2 loads, rounds and stores an element type.
+/// How AVX2 loads and rounds an element type.
 pub(crate) trait Storage: Element<Real = f32> {
-    type Packed: Copy;
+    type Packed: Packed;
     const RESULT_BITS: u32;
     /// Whether the registers hold elements of even and of odd index.
     const EVEN_ODD: bool;
     unsafe fn load(p: *const Self) -> Pair;
     fn load_tail<const VL: bool>(row: &[Self], i: usize) -> Pair;
     fn round(a: Pair) -> Self::Packed;
-    fn round_ties_away(a: Pair) -> Self::Packed;
-    fn truncate(a: Pair) -> Self::Packed;
-    unsafe fn store(packed: Self::Packed, p: *mut Self);
-    unsafe fn store_non_temporal(packed: Self::Packed, p: *mut Self);
+    #[inline(always)]
+    fn round_ties_away(a: Pair) -> Self::Packed {
+        Self::round(a)
+    }
+    #[inline(always)]
+    fn truncate(a: Pair) -> Self::Packed {
+        Self::round(a)
+    }
 }
 
 impl<E: Storage, const VL: bool> Simd for Avx2<E, VL> {
@@ -247,12 +225,7 @@ impl<E: Storage, const VL: bool> Simd for Avx2<E, VL> {
     }
     #[inline(always)]
     fn sum(a: Pair) -> f32 {
-        x86!({
-            let eight = _mm256_add_ps(a[0], a[1]);
-            let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
-            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-            _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
-        })
+        sum_of_eight(x86!(_mm256_add_ps(a[0], a[1])))
     }
     /// The same additions in the same order, each for two, four or eight blocks together.
     #[inline(always)]
@@ -341,12 +314,12 @@ impl<E: Storage, const VL: bool> Simd for Avx2<E, VL> {
     #[inline(always)]
     unsafe fn store(packed: E::Packed, p: *mut E) {
         // SAFETY: the caller's promise.
-        unsafe { E::store(packed, p) }
+        unsafe { packed.store(p.cast()) }
     }
     #[inline(always)]
     unsafe fn store_non_temporal(packed: E::Packed, p: *mut E) {
         // SAFETY: the caller's promise.
-        unsafe { E::store_non_temporal(packed, p) }
+        unsafe { packed.store_non_temporal(p.cast()) }
     }
     #[inline(always)]
     fn line(_blocks: [E::Packed; 2]) {}
@@ -395,13 +368,6 @@ fn index_order([even, odd]: Pair) -> Pair {
     })
 }
 
-/// Which of the sixteen elements from `i` on a row has, as bits.
-#[inline(always)]
-pub(super) fn inside<T>(row: &[T], i: usize) -> __mmask16 {
-    let count = row.len().saturating_sub(i).min(LANES);
-    ((1u32 << count) - 1) as __mmask16
-}
-
 impl Storage for f32 {
     type Packed = Pair;
     const RESULT_BITS: u32 = 24;
@@ -426,74 +392,6 @@ impl Storage for f32 {
     fn round(a: Pair) -> Pair {
         a
     }
-    #[inline(always)]
-    fn round_ties_away(a: Pair) -> Pair {
-        a
-    }
-    #[inline(always)]
-    fn truncate(a: Pair) -> Pair {
-        a
-    }
-    #[inline(always)]
-    unsafe fn store(packed: Pair, p: *mut f32) {
-        x86!({
-            _mm256_storeu_ps(p, packed[0]);
-            _mm256_storeu_ps(p.add(8), packed[1]);
-        })
-    }
-    #[inline(always)]
-    unsafe fn store_non_temporal(packed: Pair, p: *mut f32) {
-        x86!({
-            _mm256_stream_ps(p, packed[0]);
-            _mm256_stream_ps(p.add(8), packed[1]);
-        })
-    }
-}
-
-/// The last elements of a row of 16-bit numbers, from `i` on, and zeros behind them.
-///
-/// In registers where that can be done: what goes through memory has to wait until stores before it,
-/// a row's results, are done. With `VL` that takes a mask; without, the row's last sixteen are loaded,
-/// and those that come before `i` are shifted out.
-#[inline(always)]
-fn load_tail_16<T: Element, const VL: bool>(row: &[T], i: usize) -> __m256i {
-    const { assert!(size_of::<T>() == 2) };
-    if VL {
-        return x86!(_mm256_maskz_loadu_epi16(inside(row, i), row.as_ptr().wrapping_add(i).cast()));
-    }
-    if row.len() < LANES {
-        return x86!(_mm256_loadu_si256(copy_tail(row, i).as_ptr().cast()));
-    }
-    x86!(shift_tail(row, i))
-}
-
-/// [`load_tail_16`] of a row of sixteen elements or more. Out of line, so that loops have little of it.
-#[target_feature(enable = "avx2")]
-#[inline(never)]
-fn shift_tail<T: Element>(row: &[T], i: usize) -> __m256i {
-    static INSIDE: [i16; 2 * LANES] = {
-        let (mut inside, mut i) = ([0; 2 * LANES], 0);
-        while i < LANES {
-            inside[i] = -1;
-            i += 1;
-        }
-        inside
-    };
-    let skipped = (i + LANES).saturating_sub(row.len()).min(LANES);
-    x86!({
-        let last = _mm256_loadu_si256(row.as_ptr().add(row.len() - LANES).cast());
-        // Pairs from the first one that is not skipped on; of an odd number, halves of two pairs.
-        let pairs = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-        let pairs = _mm256_add_epi32(pairs, _mm256_set1_epi32(skipped as i32 / 2));
-        let next = _mm256_add_epi32(pairs, _mm256_set1_epi32(1));
-        let odd = 16 * (skipped as i32 % 2);
-        let low =
-            _mm256_srl_epi32(_mm256_permutevar8x32_epi32(last, pairs), _mm_cvtsi32_si128(odd));
-        let high =
-            _mm256_sll_epi32(_mm256_permutevar8x32_epi32(last, next), _mm_cvtsi32_si128(32 - odd));
-        let inside = _mm256_loadu_si256(INSIDE[skipped..].as_ptr().cast());
-        _mm256_and_si256(_mm256_or_si256(low, high), inside)
-    })
 }
 
 impl Storage for f16 {
@@ -514,22 +412,6 @@ impl Storage for f16 {
             _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(a[1]),
             _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(a[0]),
         ))
-    }
-    #[inline(always)]
-    fn round_ties_away(a: Pair) -> __m256i {
-        Self::round(a)
-    }
-    #[inline(always)]
-    fn truncate(a: Pair) -> __m256i {
-        Self::round(a)
-    }
-    #[inline(always)]
-    unsafe fn store(packed: __m256i, p: *mut f16) {
-        x86!(_mm256_storeu_si256(p.cast(), packed))
-    }
-    #[inline(always)]
-    unsafe fn store_non_temporal(packed: __m256i, p: *mut f16) {
-        x86!(_mm256_stream_si256(p.cast(), packed))
     }
 }
 
@@ -590,14 +472,6 @@ impl Storage for bf16 {
             let (even, odd) = (_mm256_castps_si256(a[0]), _mm256_castps_si256(a[1]));
             _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(even), odd)
         })
-    }
-    #[inline(always)]
-    unsafe fn store(packed: __m256i, p: *mut bf16) {
-        x86!(_mm256_storeu_si256(p.cast(), packed))
-    }
-    #[inline(always)]
-    unsafe fn store_non_temporal(packed: __m256i, p: *mut bf16) {
-        x86!(_mm256_stream_si256(p.cast(), packed))
     }
 }
 

@@ -14,7 +14,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::avx2::{align_frame, inside, x86};
+use super::x86::{Packed, align_frame, inside, load_tail_16, sum_of_eight, x86};
 use super::{CACHE_LINE, Line, Simd};
 use crate::dtype::Element;
 
@@ -22,21 +22,43 @@ use crate::dtype::Element;
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512<E>(PhantomData<E>);
 
-/// How AVX-512 loads, rounds and stores an element type.
+/// How AVX-512 loads and rounds an element type.
 pub(crate) trait Storage: Element<Real = f32> {
-    type Packed: Copy;
+    type Packed: PackedLine;
     const RESULT_BITS: u32;
     /// Whether the halves of the register hold elements of even and of odd index.
     const EVEN_ODD: bool;
     unsafe fn load(p: *const Self) -> __m512;
     fn load_tail(row: &[Self], i: usize) -> __m512;
     fn round(a: __m512) -> Self::Packed;
-    fn round_ties_away(a: __m512) -> Self::Packed;
-    fn truncate(a: __m512) -> Self::Packed;
-    unsafe fn store(packed: Self::Packed, p: *mut Self);
-    unsafe fn store_non_temporal(packed: Self::Packed, p: *mut Self);
+    #[inline(always)]
+    fn round_ties_away(a: __m512) -> Self::Packed {
+        Self::round(a)
+    }
+    #[inline(always)]
+    fn truncate(a: __m512) -> Self::Packed {
+        Self::round(a)
+    }
+}
+
+/// [`Packed`] elements of which one block or two are a cache line.
+pub(crate) trait PackedLine: Packed {
     /// Two blocks of 16-bit elements; the second one, where it is a cache line by itself.
-    fn line(blocks: [Self::Packed; 2]) -> __m512i;
+    fn line(blocks: [Self; 2]) -> __m512i;
+}
+
+impl PackedLine for __m512 {
+    #[inline(always)]
+    fn line([_, only]: [__m512; 2]) -> __m512i {
+        x86!(_mm512_castps_si512(only))
+    }
+}
+
+impl PackedLine for __m256i {
+    #[inline(always)]
+    fn line([a, b]: [__m256i; 2]) -> __m512i {
+        x86!(_mm512_inserti64x4::<1>(_mm512_castsi256_si512(a), b))
+    }
 }
 
 impl<E: Storage> Simd for Avx512<E> {
@@ -193,12 +215,7 @@ impl<E: Storage> Simd for Avx512<E> {
     }
     #[inline(always)]
     fn sum(a: __m512) -> f32 {
-        x86!({
-            let eight = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a));
-            let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
-            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-            _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
-        })
+        sum_of_eight(x86!(_mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a))))
     }
     /// The same additions in the same order, each for two, four or eight blocks together.
     #[inline(always)]
@@ -291,28 +308,28 @@ impl<E: Storage> Simd for Avx512<E> {
     #[inline(always)]
     unsafe fn store(packed: E::Packed, p: *mut E) {
         // SAFETY: the caller's promise.
-        unsafe { E::store(packed, p) }
+        unsafe { packed.store(p.cast()) }
     }
     #[inline(always)]
     unsafe fn store_non_temporal(packed: E::Packed, p: *mut E) {
         // SAFETY: the caller's promise.
-        unsafe { E::store_non_temporal(packed, p) }
+        unsafe { packed.store_non_temporal(p.cast()) }
     }
     const WHOLE_LINES: bool = size_of::<E>() == 2;
     #[inline(always)]
     unsafe fn store_line_non_temporal([a, b]: [E::Packed; 2], p: *mut E) {
         if Self::WHOLE_LINES {
-            return x86!(_mm512_stream_si512(p.cast(), E::line([a, b])));
+            return x86!(_mm512_stream_si512(p.cast(), E::Packed::line([a, b])));
         }
         // SAFETY: the caller's promise.
         unsafe {
-            E::store_non_temporal(a, p);
-            E::store_non_temporal(b, p.add(super::LANES));
+            Self::store_non_temporal(a, p);
+            Self::store_non_temporal(b, p.add(super::LANES));
         }
     }
     #[inline(always)]
     fn line(blocks: [E::Packed; 2]) -> Line512 {
-        Line512(E::line(blocks))
+        Line512(E::Packed::line(blocks))
     }
 
     #[inline(always)]
@@ -345,43 +362,6 @@ impl Storage for f32 {
     fn round(a: __m512) -> __m512 {
         a
     }
-    #[inline(always)]
-    fn round_ties_away(a: __m512) -> __m512 {
-        a
-    }
-    #[inline(always)]
-    fn truncate(a: __m512) -> __m512 {
-        a
-    }
-    #[inline(always)]
-    unsafe fn store(packed: __m512, p: *mut f32) {
-        x86!(_mm512_storeu_ps(p, packed))
-    }
-    #[inline(always)]
-    unsafe fn store_non_temporal(packed: __m512, p: *mut f32) {
-        // In halves, as the address is promised to be aligned for these.
-        x86!({
-            _mm256_stream_ps(p, _mm512_castps512_ps256(packed));
-            _mm256_stream_ps(p.add(8), _mm512_extractf32x8_ps::<1>(packed));
-        })
-    }
-    #[inline(always)]
-    fn line([_, only]: [__m512; 2]) -> __m512i {
-        x86!(_mm512_castps_si512(only))
-    }
-}
-
-/// The sixteen elements of 16 bits from `i` on, with zeros past the row's end.
-#[inline(always)]
-fn load_tail_16<T: Element>(row: &[T], i: usize) -> __m256i {
-    const { assert!(size_of::<T>() == 2) };
-    x86!(_mm256_maskz_loadu_epi16(inside(row, i), row.as_ptr().wrapping_add(i).cast()))
-}
-
-/// Two blocks of 16 bits, one behind the other.
-#[inline(always)]
-fn joined([a, b]: [__m256i; 2]) -> __m512i {
-    x86!(_mm512_inserti64x4::<1>(_mm512_castsi256_si512(a), b))
 }
 
 impl Storage for f16 {
@@ -394,31 +374,11 @@ impl Storage for f16 {
     }
     #[inline(always)]
     fn load_tail(row: &[f16], i: usize) -> __m512 {
-        x86!(_mm512_cvtph_ps(load_tail_16(row, i)))
+        x86!(_mm512_cvtph_ps(load_tail_16::<_, true>(row, i)))
     }
     #[inline(always)]
     fn round(a: __m512) -> __m256i {
         x86!(_mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(a))
-    }
-    #[inline(always)]
-    fn round_ties_away(a: __m512) -> __m256i {
-        Self::round(a)
-    }
-    #[inline(always)]
-    fn truncate(a: __m512) -> __m256i {
-        Self::round(a)
-    }
-    #[inline(always)]
-    unsafe fn store(packed: __m256i, p: *mut f16) {
-        x86!(_mm256_storeu_si256(p.cast(), packed))
-    }
-    #[inline(always)]
-    unsafe fn store_non_temporal(packed: __m256i, p: *mut f16) {
-        x86!(_mm256_stream_si256(p.cast(), packed))
-    }
-    #[inline(always)]
-    fn line(blocks: [__m256i; 2]) -> __m512i {
-        joined(blocks)
     }
 }
 
@@ -432,7 +392,7 @@ impl Storage for bf16 {
     }
     #[inline(always)]
     fn load_tail(row: &[bf16], i: usize) -> __m512 {
-        widen_bf16(load_tail_16(row, i))
+        widen_bf16(load_tail_16::<_, true>(row, i))
     }
     /// Nearest even by integer addition; NaNs as in `avx2.rs`. Up by a half of the last place that is
     /// stored, less one where that place is even.
@@ -472,18 +432,6 @@ impl Storage for bf16 {
             let order = _mm512_loadu_si512(ORDER.as_ptr().cast());
             _mm512_castsi512_si256(_mm512_permutexvar_epi8(order, _mm512_castps_si512(a)))
         })
-    }
-    #[inline(always)]
-    unsafe fn store(packed: __m256i, p: *mut bf16) {
-        x86!(_mm256_storeu_si256(p.cast(), packed))
-    }
-    #[inline(always)]
-    unsafe fn store_non_temporal(packed: __m256i, p: *mut bf16) {
-        x86!(_mm256_stream_si256(p.cast(), packed))
-    }
-    #[inline(always)]
-    fn line(blocks: [__m256i; 2]) -> __m512i {
-        joined(blocks)
     }
 }
 

@@ -26,6 +26,8 @@ mod avx2;
 mod avx512;
 #[cfg(test)]
 mod tests;
+#[cfg(target_arch = "x86_64")]
+mod x86;
 
 use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
 

@@ -2,7 +2,7 @@
 
 use super::columns::Columns;
 use super::segments::Segments;
-use super::walk::Patch;
+use super::walk::SubTile;
 use super::{FusedAct, Plan};
 use crate::exec::scratch::Scratch;
 use crate::kernels::act;
@@ -47,16 +47,16 @@ pub(super) fn is_fast<S: Simd>(segments: &Segments, exact: bool) -> bool {
     V::<S>::HAS_FAST && !exact && segments.is_whole()
 }
 
-/// x' of a patch, into `scratch.y`; tells whether it is approximate.
+/// x' of a sub-tile, into `scratch.y`; tells whether it is approximate.
 #[inline(always)]
 pub(super) fn activate<S: Simd>(
     plan: &Plan<'_>,
     x: InputTile<'_, S::Elem>,
-    patch: &Patch<'_>,
+    sub_tile: &SubTile<'_>,
     columns: &Columns,
     scratch: &mut RowScratch,
 ) -> bool {
-    let (segments, rows) = (&plan.segments, patch.tile.rows);
+    let (segments, rows) = (&plan.segments, sub_tile.tile.rows);
     let fast = is_fast::<S>(segments, columns.exact);
     let y = OutputTile::dense(&mut scratch.y, rows, segments.width());
     match plan.act {
@@ -66,7 +66,7 @@ pub(super) fn activate<S: Simd>(
         }
         FusedAct::SoftmaxFeatures => row_softmax::<S>(segments, x, rows, fast, scratch),
         FusedAct::SoftmaxSequence => {
-            let [_, batch, head] = patch.tile.first;
+            let [_, batch, head] = sub_tile.tile.first;
             let head = batch * plan.heads + head;
             column_softmax::<S>(segments, x, rows, (columns, head), y);
         }

@@ -1,10 +1,12 @@
 //! The backward: a tile of gradients is decoded, and pulled back through the activation.
 
+use std::convert::identity;
+
 use super::activation::{RowScratch, activate, in_range, is_fast};
 use super::columns::Columns;
-use super::operands::{Elements, LanesMut, Output, nearest_even};
+use super::operands::{Elements, LanesMut, Output, Rounded};
 use super::segments::Segments;
-use super::walk::{Patch, Walk, turns};
+use super::walk::{SubTile, Walk, interleaved};
 use super::{Encoding, FusedAct};
 use crate::exec::rows::TaskRows;
 use crate::exec::scratch::{Plain, Scratch};
@@ -32,21 +34,17 @@ impl<E: Encoding> Kernel for Dots<'_, '_, '_, E> {
         let Self { walk, columns, sums, .. } = self;
         let (plan, width) = (walk.plan, walk.plan.segments.width());
         let mut scratch = RowScratch::new(plan, true, true);
-        walk.for_each_patch::<S, 2, 0>(
+        walk.for_each_sub_tile::<S, 2, 0>(
             &mut self.rows,
             1,
             #[inline(always)]
-            |rows, patch| {
-                let tile = &patch.tile;
+            |rows, sub_tile| {
+                let tile = &sub_tile.tile;
                 let (x, grad) = (rows.input::<S::Elem>(0, tile), rows.input::<S::Elem>(1, tile));
-                activate::<S>(plan, x, &patch, columns, &mut scratch);
+                activate::<S>(plan, x, &sub_tile, columns, &mut scratch);
                 let g = OutputTile::dense(&mut scratch.g, tile.rows, width);
-                decode::<S, E, _>(
-                    &walk,
-                    grad,
-                    &patch,
-                    LanesMut { tile: g, segments: &plan.segments },
-                );
+                let g = LanesMut { tile: g, segments: &plan.segments };
+                decode::<S, E, _>(&walk, grad, &sub_tile, g);
                 let [_, batch, head] = tile.first;
                 let row = tile.rows[1] * width;
                 let sums = &mut sums[(batch * plan.heads + head) * width..][..row];
@@ -61,21 +59,16 @@ impl<E: Encoding> Kernel for Dots<'_, '_, '_, E> {
     }
 }
 
-/// `dx' = encode^T(grad)` of a patch.
+/// `dx' = encode^T(grad)` of a sub-tile.
 #[inline(always)]
 fn decode<S: Simd, E: Encoding, O: Output<S>>(
     walk: &Walk<'_, '_, E>,
     grad: InputTile<'_, S::Elem>,
-    patch: &Patch<'_>,
+    sub_tile: &SubTile<'_>,
     to: O,
 ) {
-    let grad = Elements::<S, _>::new(
-        grad,
-        &walk.plan.output_segments,
-        #[inline(always)]
-        |grad| grad,
-    );
-    walk.encoding.backward(patch.loops, grad, to);
+    let grad = Elements::<S, _>::new(grad, &walk.plan.output_segments, identity);
+    walk.encoding.backward(sub_tile.loops, grad, to);
 }
 
 /// The gradients of x and of the angles.
@@ -98,39 +91,38 @@ impl<E: Encoding> Kernel for Backward<'_, '_, '_, E> {
         let plain = plan.act == FusedAct::default() && sums.is_none();
         let mut angles = AngleSums::new(&walk, sums.is_some());
         let mut scratch = RowScratch::new(plan, !plain, !plain);
-        let entries = if plain { turns::<S>(plan.batch) } else { 1 };
-        walk.for_each_patch::<S, 2, 1>(
+        let entries = if plain { interleaved::<S>(plan.batch) } else { 1 };
+        walk.for_each_sub_tile::<S, 2, 1>(
             &mut self.rows,
             entries,
             #[inline(always)]
-            |rows, patch| {
-                let tile = patch.tile;
+            |rows, sub_tile| {
+                let tile = sub_tile.tile;
                 let (x, grad) = (rows.input::<S::Elem>(0, &tile), rows.input::<S::Elem>(1, &tile));
                 let dx = rows.output::<S::Elem>(0, &tile);
                 let non_temporal = non_temporal && dx.aligned_at(&segments.features());
-                if plain {
-                    return match non_temporal {
-                        true => decode(&walk, grad, &patch, nearest_even::<S, true>(dx, segments)),
-                        false => {
-                            decode(&walk, grad, &patch, nearest_even::<S, false>(dx, segments));
-                        }
-                    };
+                if plain && non_temporal {
+                    let dx = Rounded::<S, _, true>::new(dx, segments, V::round);
+                    return decode(&walk, grad, &sub_tile, dx);
+                } else if plain {
+                    let dx = Rounded::<S, _, false>::new(dx, segments, V::round);
+                    return decode(&walk, grad, &sub_tile, dx);
                 }
                 let g = OutputTile::dense(&mut scratch.g, tile.rows, segments.width());
-                decode::<S, E, _>(&walk, grad, &patch, LanesMut { tile: g, segments });
+                decode::<S, E, _>(&walk, grad, &sub_tile, LanesMut { tile: g, segments });
                 let to = Gradient::<S> { x, segments, rows: tile.rows, dx, non_temporal };
                 if plan.act == FusedAct::SoftmaxFeatures && is_fast::<S>(segments, columns.exact) {
                     return to.row_softmax_fast(&mut scratch);
                 }
                 if sums.is_some() || !matches!(plan.act, FusedAct::Elementwise(_)) {
-                    activate::<S>(plan, x, &patch, columns, &mut scratch);
+                    activate::<S>(plan, x, &sub_tile, columns, &mut scratch);
                 }
                 let y = InputTile::dense(&scratch.y, tile.rows, segments.width());
                 let g = InputTile::dense(&scratch.g, tile.rows, segments.width());
                 if let Some(sums) = &mut sums {
-                    angles.add::<S, E>(&walk, &patch, y, g, grad);
-                    if patch.last {
-                        angles.take::<S, E>(&walk, &patch, sums);
+                    angles.add::<S, E>(&walk, &sub_tile, y, g, grad);
+                    if sub_tile.last {
+                        angles.take::<S, E>(&walk, &sub_tile, sums);
                     }
                 }
                 match plan.act {
@@ -157,25 +149,25 @@ impl AngleSums {
         Self { sums: Scratch::zeros(tile[0] * tile[1] * len), numbers: Scratch::new(len) }
     }
 
-    /// The sums of a token and head of a patch.
+    /// The sums of a token and head of a sub-tile.
     #[inline(always)]
     fn row<E>(
         &mut self,
         walk: &Walk<'_, '_, E>,
-        patch: &Patch<'_>,
+        sub_tile: &SubTile<'_>,
         i: usize,
         j: usize,
     ) -> &mut [Lane] {
         let len = walk.plan.angle_sums;
-        &mut self.sums[((patch.slot + i) * walk.plan.tile[1] + j) * len..][..len]
+        &mut self.sums[((sub_tile.slot + i) * walk.plan.tile[1] + j) * len..][..len]
     }
 
-    /// Adds those of a patch.
+    /// Adds those of a sub-tile.
     #[inline(always)]
     fn add<S: Simd, E: Encoding>(
         &mut self,
         walk: &Walk<'_, '_, E>,
-        patch: &Patch<'_>,
+        sub_tile: &SubTile<'_>,
         y: InputTile<'_, Lane>,
         g: InputTile<'_, Lane>,
         grad: InputTile<'_, S::Elem>,
@@ -183,14 +175,14 @@ impl AngleSums {
         S::call(
             #[inline(always)]
             move || {
-                let [tokens, heads] = patch.tile.rows;
+                let [tokens, heads] = sub_tile.tile.rows;
                 for i in 0..tokens {
                     for j in 0..heads {
                         walk.encoding.angle_gradients::<S>(
                             [y.row([0, i, j]), g.row([0, i, j])],
                             grad.row([0, i, j]),
-                            patch.loops.angle(i, j),
-                            self.row(walk, patch, i, j),
+                            sub_tile.loops.angle(i, j),
+                            self.row(walk, sub_tile, i, j),
                         );
                     }
                 }
@@ -203,16 +195,16 @@ impl AngleSums {
     fn take<S: Simd, E: Encoding>(
         &mut self,
         walk: &Walk<'_, '_, E>,
-        patch: &Patch<'_>,
+        sub_tile: &SubTile<'_>,
         sums: &mut [f32],
     ) {
         let (plan, step) = (walk.plan, walk.encoding.angle_step());
         let split = &plan.angles.split;
-        let ([token, batch, head], [tokens, heads]) = (patch.tile.first, patch.tile.rows);
+        let ([token, batch, head], [tokens, heads]) = (sub_tile.tile.first, sub_tile.tile.rows);
         let mut numbers = std::mem::replace(&mut self.numbers, Scratch::new(0));
         for i in 0..tokens {
             for j in 0..heads {
-                let angles = self.row(walk, patch, i, j);
+                let angles = self.row(walk, sub_tile, i, j);
                 to_index_order::<S>(angles, &mut numbers);
                 angles.fill(Lane::ZERO);
                 let row = if split.theta_heads == 1 { 0 } else { head + j };
@@ -224,7 +216,7 @@ impl AngleSums {
     }
 }
 
-/// `dx = act backward of dx'` for the rows of a patch.
+/// `dx = act backward of dx'` for the rows of a sub-tile.
 struct Gradient<'p, 'o, S: Simd> {
     x: InputTile<'p, S::Elem>,
     segments: &'p Segments,
@@ -261,17 +253,22 @@ impl<S: Simd> Gradient<'_, '_, S> {
             move || {
                 for i in 0..self.rows[0] {
                     for j in 0..self.rows[1] {
-                        let (y, g) = (y.row([0, i, j]), g.row([0, i, j]));
-                        let dot = V::<S>::splat(self.segments.dot::<S>(y, g));
-                        self.softmax_row(
-                            [i, j],
-                            [y, g],
-                            #[inline(always)]
-                            |_| dot,
-                        );
+                        self.row_gradient([i, j], [y.row([0, i, j]), g.row([0, i, j])]);
                     }
                 }
             },
+        );
+    }
+
+    /// The same for one row.
+    #[inline(always)]
+    fn row_gradient(&mut self, row: [usize; 2], [y, g]: [&[Lane]; 2]) {
+        let dot = V::<S>::splat(self.segments.dot::<S>(y, g));
+        self.softmax_row(
+            row,
+            [y, g],
+            #[inline(always)]
+            |_| dot,
         );
     }
 
@@ -349,13 +346,7 @@ impl<S: Simd> Gradient<'_, '_, S> {
                         for k in (0..width).step_by(LANES) {
                             (V::get(y, k) * inverse).set(y, k);
                         }
-                        let dot = V::splat(self.segments.dot::<S>(y, g));
-                        self.softmax_row(
-                            [i, j],
-                            [y, g],
-                            #[inline(always)]
-                            |_| dot,
-                        );
+                        self.row_gradient([i, j], [y, g]);
                     }
                 }
             },

@@ -30,9 +30,10 @@ impl Formula<2, 1> for Waves {
 
 impl Encoding for Waves {
     const OPERATOR: &'static str = "cosine";
+    const OUTPUTS: usize = 2;
 
-    fn output_len(&self, features: usize) -> usize {
-        2 * features
+    fn angles(&self) -> usize {
+        self.features
     }
 
     fn pairs(&self) -> Option<Pairs> {

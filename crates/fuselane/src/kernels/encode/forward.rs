@@ -1,15 +1,17 @@
 //! The forward: a tile is activated and encoded, in one step where the activation has a fast form.
 
+use std::convert::identity;
+
 use super::activation::{RowScratch, activate};
 use super::columns::Columns;
-use super::operands::{Elements, Input, Lanes, nearest_even, ties_away};
+use super::operands::{Elements, Input, Lanes, Rounded};
 use super::segments::Segments;
-use super::walk::{Walk, turns};
+use super::walk::{Walk, interleaved};
 use super::{Encoding, FusedAct, Loops};
 use crate::exec::rows::TaskRows;
 use crate::kernels::tile::{InputTile, OutputTile};
 use crate::ops::act::Act;
-use crate::simd::{Kernel, Simd};
+use crate::simd::{Kernel, Simd, V};
 
 /// `o = encode(act(x))`.
 pub(crate) struct Forward<'k, 'a, 'r, E> {
@@ -26,52 +28,37 @@ impl<E: Encoding> Kernel for Forward<'_, '_, '_, E> {
         let (plan, encoding) = (walk.plan, walk.encoding);
         let plain = plan.act == FusedAct::default();
         let mut scratch = RowScratch::new(plan, !plain, false);
-        let entries = if plain { turns::<S>(plan.batch) } else { 1 };
+        let entries = if plain { interleaved::<S>(plan.batch) } else { 1 };
         let (segments, output) = (&plan.segments, &plan.output_segments);
-        walk.for_each_patch::<S, 1, 1>(
+        walk.for_each_sub_tile::<S, 1, 1>(
             &mut self.rows,
             entries,
             #[inline(always)]
-            |rows, patch| {
-                let (tile, loops) = (&patch.tile, patch.loops);
+            |rows, sub_tile| {
+                let (tile, loops) = (&sub_tile.tile, sub_tile.loops);
                 let (x, o) = (rows.input::<S::Elem>(0, tile), rows.output::<S::Elem>(0, tile));
                 let o = (o, output, non_temporal);
                 match plan.act {
                     FusedAct::Elementwise(Act::None) => {
-                        let x = Elements::<S, _>::new(
-                            x,
-                            segments,
-                            #[inline(always)]
-                            |x| x,
-                        );
-                        exactly(encoding, loops, x, o);
+                        let x = Elements::<S, _>::new(x, segments, identity);
+                        encode(encoding, loops, x, o, V::round);
                     }
                     FusedAct::Elementwise(Act::Sigmoid) => {
-                        let x = Elements::<S, _>::new(
-                            x,
-                            segments,
-                            #[inline(always)]
-                            |x| x.sigmoid_fast(),
-                        );
-                        approximately(encoding, loops, x, o);
+                        let x = Elements::<S, _>::new(x, segments, V::sigmoid_fast);
+                        encode(encoding, loops, x, o, V::round_ties_away);
                     }
                     FusedAct::Elementwise(Act::Silu) => {
-                        let x = Elements::<S, _>::new(
-                            x,
-                            segments,
-                            #[inline(always)]
-                            |x| x.silu_fast(),
-                        );
-                        approximately(encoding, loops, x, o);
+                        let x = Elements::<S, _>::new(x, segments, V::silu_fast);
+                        encode(encoding, loops, x, o, V::round_ties_away);
                     }
                     _ => {
-                        let fast = activate::<S>(plan, x, &patch, columns, &mut scratch);
+                        let fast = activate::<S>(plan, x, &sub_tile, columns, &mut scratch);
                         let y = InputTile::dense(&scratch.y, tile.rows, segments.width());
                         let y = Lanes { tile: y, segments };
                         if fast {
-                            approximately::<S, E, _>(encoding, loops, y, o);
+                            encode::<S, _, _>(encoding, loops, y, o, V::round_ties_away);
                         } else {
-                            exactly::<S, E, _>(encoding, loops, y, o);
+                            encode::<S, _, _>(encoding, loops, y, o, V::round);
                         }
                     }
                 }
@@ -83,32 +70,18 @@ impl<E: Encoding> Kernel for Forward<'_, '_, '_, E> {
 /// An output, its segments, and whether stores should be non-temporal.
 type To<'t, S> = (OutputTile<'t, <S as Simd>::Elem>, &'t Segments, bool);
 
-/// Encodes, and rounds to nearest even.
+/// Encodes the rows of a tile, and rounds what results.
 #[inline(always)]
-fn exactly<S: Simd, E: Encoding, X: Input<S>>(
+fn encode<S: Simd, E: Encoding, X: Input<S>>(
     encoding: E,
     loops: Loops<'_>,
     x: X,
     (o, segments, non_temporal): To<'_, S>,
+    round: impl Fn(V<S>) -> S::Packed + Copy,
 ) {
     if non_temporal && o.aligned_at(&segments.features()) {
-        encoding.forward(loops, x, nearest_even::<S, true>(o, segments));
+        encoding.forward(loops, x, Rounded::<S, _, true>::new(o, segments, round));
     } else {
-        encoding.forward(loops, x, nearest_even::<S, false>(o, segments));
-    }
-}
-
-/// Encodes what is approximate, so that ties are chance.
-#[inline(always)]
-fn approximately<S: Simd, E: Encoding, X: Input<S>>(
-    encoding: E,
-    loops: Loops<'_>,
-    x: X,
-    (o, segments, non_temporal): To<'_, S>,
-) {
-    if non_temporal && o.aligned_at(&segments.features()) {
-        encoding.forward(loops, x, ties_away::<S, true>(o, segments));
-    } else {
-        encoding.forward(loops, x, ties_away::<S, false>(o, segments));
+        encoding.forward(loops, x, Rounded::<S, _, false>::new(o, segments, round));
     }
 }

@@ -43,9 +43,11 @@ use tables::AnglePlan;
 pub(crate) trait Encoding: Copy + Sync {
     /// The name of the operator, for errors.
     const OPERATOR: &'static str;
+    /// Output features for each feature of x.
+    const OUTPUTS: usize;
 
-    /// Output features of `features` input features.
-    fn output_len(&self, features: usize) -> usize;
+    /// Angles for each token and head.
+    fn angles(&self) -> usize;
 
     /// Which features turn, where pairs do.
     fn pairs(&self) -> Option<Pairs>;
@@ -111,7 +113,7 @@ impl Formula<1, 1> for Pass {
 pub(crate) struct Loops<'t> {
     /// Tokens and heads.
     rows: [usize; 2],
-    /// Batch entries, which take turns.
+    /// Batch entries, whose rows are interleaved.
     entries: usize,
     /// Cosines and sines.
     tables: [InputTile<'t, Lane>; 2],

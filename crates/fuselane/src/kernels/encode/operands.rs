@@ -65,16 +65,11 @@ impl<'t, S: Simd, F: Fn(V<S>) -> V<S> + Copy> Input<S> for Elements<'t, S, F> {
 
     #[inline(always)]
     fn cut(self) -> [Self; 4] {
-        let [_, a, b, c, end] = self.segments.features();
-        let tile = self.tile;
-        let [first, second] = [tile.narrow(0..a), tile.narrow(a..b)];
-        let [third, fourth] = [tile.narrow(b..c), tile.narrow(c..end)];
-        [
-            Self { tile: first, ..self },
-            Self { tile: second, ..self },
-            Self { tile: third, ..self },
-            Self { tile: fourth, ..self },
-        ]
+        let edges = self.segments.features();
+        [0, 1, 2, 3].map(
+            #[inline(always)]
+            |k| Self { tile: self.tile.narrow(edges[k]..edges[k + 1]), ..self },
+        )
     }
 
     #[inline(always)]
@@ -106,16 +101,11 @@ impl<'t, S: Simd> Input<S> for Lanes<'t> {
 
     #[inline(always)]
     fn cut(self) -> [Self; 4] {
-        let [_, a, b, c, end] = self.segments.scratch();
-        let tile = self.tile;
-        let [first, second] = [tile.narrow(0..a), tile.narrow(a..b)];
-        let [third, fourth] = [tile.narrow(b..c), tile.narrow(c..end)];
-        [
-            Self { tile: first, ..self },
-            Self { tile: second, ..self },
-            Self { tile: third, ..self },
-            Self { tile: fourth, ..self },
-        ]
+        let edges = self.segments.scratch();
+        [0, 1, 2, 3].map(
+            #[inline(always)]
+            |k| Self { tile: self.tile.narrow(edges[k]..edges[k + 1]), ..self },
+        )
     }
 
     #[inline(always)]
@@ -142,45 +132,14 @@ pub(super) struct Rounded<'t, S: Simd, R, const NON_TEMPORAL: bool> {
     round: R,
 }
 
-/// Elements that results are rounded to, to nearest even.
-#[inline(always)]
-pub(super) fn nearest_even<'t, S: Simd, const NON_TEMPORAL: bool>(
-    tile: OutputTile<'t, S::Elem>,
-    segments: &'t Segments,
-) -> Rounded<'t, S, impl Fn(V<S>) -> S::Packed + Copy, NON_TEMPORAL> {
-    rounded(
-        tile,
-        segments,
-        #[inline(always)]
-        |value| value.round(),
-    )
-}
-
-/// Elements for results that are approximate, so that ties are chance.
-#[inline(always)]
-pub(super) fn ties_away<'t, S: Simd, const NON_TEMPORAL: bool>(
-    tile: OutputTile<'t, S::Elem>,
-    segments: &'t Segments,
-) -> Rounded<'t, S, impl Fn(V<S>) -> S::Packed + Copy, NON_TEMPORAL> {
-    rounded(
-        tile,
-        segments,
-        #[inline(always)]
-        |value| value.round_ties_away(),
-    )
-}
-
-#[inline(always)]
-fn rounded<'t, S, R, const NON_TEMPORAL: bool>(
-    tile: OutputTile<'t, S::Elem>,
-    segments: &'t Segments,
-    round: R,
-) -> Rounded<'t, S, R, NON_TEMPORAL>
+impl<'t, S: Simd, R, const NON_TEMPORAL: bool> Rounded<'t, S, R, NON_TEMPORAL>
 where
-    S: Simd,
     R: Fn(V<S>) -> S::Packed + Copy,
 {
-    Rounded { tile, segments, round }
+    #[inline(always)]
+    pub(super) fn new(tile: OutputTile<'t, S::Elem>, segments: &'t Segments, round: R) -> Self {
+        Self { tile, segments, round }
+    }
 }
 
 /// A row of elements.
@@ -202,13 +161,10 @@ where
     #[inline(always)]
     fn cut(self) -> [Self; 4] {
         let Self { tile, segments, round } = self;
-        let [a, b, c, d] = cut(tile, segments.features());
-        [
-            Self { tile: a, segments, round },
-            Self { tile: b, segments, round },
-            Self { tile: c, segments, round },
-            Self { tile: d, segments, round },
-        ]
+        cut(tile, segments.features()).map(
+            #[inline(always)]
+            |tile| Self { tile, segments, round },
+        )
     }
 
     #[inline(always)]
@@ -247,13 +203,10 @@ impl<'t, S: Simd> Output<S> for LanesMut<'t> {
     #[inline(always)]
     fn cut(self) -> [Self; 4] {
         let Self { tile, segments } = self;
-        let [a, b, c, d] = cut(tile, segments.scratch());
-        [
-            Self { tile: a, segments },
-            Self { tile: b, segments },
-            Self { tile: c, segments },
-            Self { tile: d, segments },
-        ]
+        cut(tile, segments.scratch()).map(
+            #[inline(always)]
+            |tile| Self { tile, segments },
+        )
     }
 
     #[inline(always)]

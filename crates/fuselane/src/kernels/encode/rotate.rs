@@ -76,9 +76,10 @@ impl Rotation {
 
 impl Encoding for Rotation {
     const OPERATOR: &'static str = "rotate";
+    const OUTPUTS: usize = 1;
 
-    fn output_len(&self, features: usize) -> usize {
-        features
+    fn angles(&self) -> usize {
+        self.pairs
     }
 
     fn pairs(&self) -> Option<Pairs> {

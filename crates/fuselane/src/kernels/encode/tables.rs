@@ -198,7 +198,7 @@ impl Tables {
         );
     }
 
-    /// Cosines and sines of a patch: `rows` tokens, from one of the tile on, and heads.
+    /// Cosines and sines of a sub-tile: `rows` tokens, from one of the tile on, and heads.
     #[inline(always)]
     pub(super) fn rows(
         &self,

@@ -24,7 +24,7 @@ impl<E: Copy> Copy for Walk<'_, '_, E> {}
 
 /// The rows of a tile's tokens that are of one batch entry or a few.
 #[derive(Clone, Copy)]
-pub(super) struct Patch<'t> {
+pub(super) struct SubTile<'t> {
     pub(super) tile: Tile,
     /// Where its first token is among those of the tables.
     pub(super) slot: usize,
@@ -33,26 +33,26 @@ pub(super) struct Patch<'t> {
     pub(super) loops: Loops<'t>,
 }
 
-/// Batch entries whose rows take turns, where there is little arithmetic: so memory is read and written at
-/// several places at once, which keeps more of it busy. (Emerald Rapids, loops in C, from memory, cycles for
-/// 16 elements: rotate 9.1 one by one, 8.2 with two, 7.8 with four. A Zen 4 is faster straight on, and does
-/// not have these lanes. CPUs of AMD's that have them were not measured.)
-const TURNS: usize = 4;
+/// Batch entries whose rows are interleaved, where there is little arithmetic: so memory is read and written
+/// at several places at once, which keeps more of it busy. (Emerald Rapids, loops in C, from memory, cycles for
+/// 16 elements: rotate 9.1 one by one, 8.2 with two, 7.8 with four. A Zen 4 is faster without, and
+/// works on registers of 256 bits. A Zen 5 was not measured.)
+const INTERLEAVED: usize = 4;
 
-/// How many of `batch` entries take turns: at most [`TURNS`], and about as many each time.
+/// How many of `batch` entries are interleaved: at most [`INTERLEAVED`], and about as many each time.
 #[inline(always)]
-pub(super) fn turns<S: Simd>(batch: usize) -> usize {
-    if S::PIPELINE { batch.div_ceil(batch.div_ceil(TURNS)) } else { 1 }
+pub(super) fn interleaved<S: Simd>(batch: usize) -> usize {
+    if S::PIPELINE { batch.div_ceil(batch.div_ceil(INTERLEAVED)) } else { 1 }
 }
 
 impl<E: Encoding> Walk<'_, '_, E> {
     /// Calls `work` with all rows of a task, tile by tile, the batch inside, `entries` at once.
     #[inline(always)]
-    pub(super) fn for_each_patch<S: Simd, const I: usize, const O: usize>(
+    pub(super) fn for_each_sub_tile<S: Simd, const I: usize, const O: usize>(
         &self,
         rows: &mut TaskRows<'_, I, O>,
         entries: usize,
-        mut work: impl FnMut(&mut TaskRows<'_, I, O>, Patch<'_>),
+        mut work: impl FnMut(&mut TaskRows<'_, I, O>, SubTile<'_>),
     ) {
         let plan = self.plan;
         let angles = &plan.angles;
@@ -93,7 +93,7 @@ impl<E: Encoding> Walk<'_, '_, E> {
                     if per_batch {
                         tables.fill::<S>(angles, entry, tokens.clone(), h0..h1);
                     }
-                    // One patch ahead is enough: two to four were no faster.
+                    // One sub-tile ahead is enough: two to four were no faster.
                     let next = if batch < plan.batch {
                         [from, batch, h0]
                     } else if h1 < plan.heads {
@@ -106,13 +106,13 @@ impl<E: Encoding> Walk<'_, '_, E> {
                     let tables = tables.rows(angles, slot, tile.rows);
                     let loops = Loops { rows: tile.rows, entries, tables };
                     let last = per_batch || batch == plan.batch;
-                    work(rows, Patch { tile, slot, last, loops });
+                    work(rows, SubTile { tile, slot, last, loops });
                 }
             }
         }
     }
 
-    /// The numbers that were kept for the columns of a patch, one for each number of scratch, from its
+    /// The numbers that were saved for the columns of a sub-tile, one for each number of scratch, from its
     /// first head on; none where there are none.
     #[inline(always)]
     pub(super) fn columns<'c>(&self, all: &'c [Lane], tile: &Tile) -> &'c [Lane] {

@@ -1,6 +1,6 @@
 //! The backward of the normalization.
 //!
-//! For each row, of what the forward has kept, the mean of p and rstd:
+//! For each row, of what the forward has saved, the mean of p and rstd:
 //!
 //! ```text
 //! q = p - mean,  r = q * rstd                                  a Prologue
@@ -16,7 +16,7 @@
 //! [`Any`] serves all others, and [`Tiles`] drives the passes.
 //!
 //! **The gate** is evaluated exactly, in 16 bits too: its value enters the sums that the gradient of the
-//! weight is, whose error would otherwise be that of a fast form, as this is biased. The first pass keeps
+//! weight is, whose error would otherwise be that of a fast form, as this is biased. The first pass saves
 //! one number ([`FoldedSigmoid`]), of which the second one makes value and slope in few steps.
 
 mod parts;
@@ -47,9 +47,9 @@ use parts::{
 /// small addend does not meet a large sum too often.
 const RECENT: usize = 64;
 
-/// What takes part in a call, and what is asked for.
+/// The options of a call, and the gradients that are asked for.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct With {
+pub(crate) struct Options {
     pub(crate) residual: bool,
     pub(crate) gate: Option<(GatePosition, Act)>,
     pub(crate) center: bool,
@@ -64,7 +64,7 @@ pub(crate) struct With {
 
 /// The gradients of the rows of a task: `groups` rows after another share the parameters.
 pub(crate) struct Backward<'r> {
-    pub(crate) with: With,
+    pub(crate) options: Options,
     pub(crate) groups: usize,
     /// The weight with all that is worked into it, of all groups.
     pub(crate) weight: &'r [f32],
@@ -80,8 +80,8 @@ pub(crate) struct Backward<'r> {
 impl Kernel for Backward<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let With { residual, gate, center, bias, grad_residual_out, .. } = self.with;
-        let With { dx, dresidual, dgate, dweight, dbias, .. } = self.with;
+        let Options { residual, gate, center, bias, grad_residual_out, .. } = self.options;
+        let Options { dx, dresidual, dgate, dweight, dbias, .. } = self.options;
         // Some of these sum a gradient of the weight that nobody asks for, which then is forgotten: that
         // takes half the time of the generic code.
         if S::COMPOSED && dx && !dresidual && !dgate {
@@ -122,8 +122,8 @@ impl Kernel for Backward<'_> {
                 _ => {}
             }
         }
-        let with = self.with;
-        let any = Any::new(&with);
+        let options = self.options;
+        let any = Any::new(&options);
         self.differentiate::<S, _, _>(any, any);
     }
 }
@@ -181,7 +181,7 @@ impl Backward<'_> {
         let weight = ParameterRows::new::<S>(self.weight, groups, len);
         let bias = ParameterRows::new::<S>(self.bias, groups, len);
         let before = prologue.gate_before().is_some();
-        let mut kept = Scratch::new(if before || P::GATED { tile_rows * width } else { 0 });
+        let mut saved_gate = Scratch::new(if before || P::GATED { tile_rows * width } else { 0 });
         let mut slopes = Scratch::new(if before { tile_rows * width } else { 0 });
         let dweight_len = if epilogue.sums_dweight() { groups * width } else { 0 };
         let mut forgotten = Scratch::zeros(dweight_len.saturating_sub(self.sums.len()));
@@ -208,7 +208,7 @@ impl Backward<'_> {
                     },
                     non_temporal: self.non_temporal,
                     rows: &mut rows,
-                    kept: &mut kept,
+                    saved_gate: &mut saved_gate,
                     slopes: &mut slopes,
                     dweight: &mut *dweight,
                     dbias: &mut *dbias,
@@ -286,8 +286,8 @@ struct Tiles<'t, 'r, S: Simd, P, E> {
     /// Whether outputs should be stored non-temporally.
     non_temporal: bool,
     rows: &'t mut OperandRows<'r, S::Elem, 5, 3, 2>,
-    /// Of a tile, what is kept of the gate (its values, if they were found before), and its slopes.
-    kept: &'t mut [Lane],
+    /// Of a tile, what is saved of the gate (its values, if they were found before), and its slopes.
+    saved_gate: &'t mut [Lane],
     slopes: &'t mut [Lane],
     dweight: &'t mut [Lane],
     dbias: &'t mut [Lane],
@@ -340,10 +340,10 @@ impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
         let prologue = self.call.prologue;
         if let Some(act) = prologue.gate_before() {
             for (slot, row) in tile.clone().enumerate() {
-                let kept = of_slot_mut(self.kept, slot, self.call.width);
+                let saved_gate = of_slot_mut(self.saved_gate, slot, self.call.width);
                 let slopes = of_slot_mut(self.slopes, slot, self.call.width);
                 let gate = Source::<S>::new(self.rows.inputs[3].row(row), Prefetch::None);
-                act::values_and_slopes(act, true, gate, kept, slopes);
+                act::values_and_slopes(act, true, gate, saved_gate, slopes);
             }
         }
         if !prologue.reduces() {
@@ -358,7 +358,7 @@ impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
                     let mean = V::splat(saved_mean(this.rows.saved[1].row(row)));
                     let prefetch = [Prefetch::None, ahead, Prefetch::None];
                     let inputs = call.inputs(&this.rows.inputs, row, &[], prefetch);
-                    let kept = of_slot_mut(this.kept, slot, call.width);
+                    let saved_gate = of_slot_mut(this.saved_gate, slot, call.width);
                     let mut totals = [0.0; 3];
                     for chunk in chunks(call.len, CHUNK) {
                         let mut sums = ChunkSums::zero();
@@ -366,7 +366,11 @@ impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
                             chunk,
                             #[inline(always)]
                             |at| {
-                                sums.add(prologue, q_and_dr(prologue, &inputs, mean, kept, at), at)
+                                sums.add(
+                                    prologue,
+                                    q_and_dr(prologue, &inputs, mean, saved_gate, at),
+                                    at,
+                                )
                             },
                         );
                         sums.add_to(&mut totals);
@@ -400,8 +404,8 @@ impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
 
     /// Writes the gradients of some rows of a tile, and adds to those of the parameters.
     ///
-    /// With `REDUCE`, it finds the sums of the same rows of the next tile in the same loop; see
-    /// `write_and_reduce` of the forward. What is kept of the next row's gate takes the place of what was
+    /// Options `REDUCE`, it finds the sums of the same rows of the next tile in the same loop; see
+    /// `write_and_reduce` of the forward. What is saved of the next row's gate takes the place of what was
     /// just used.
     #[inline(always)]
     fn write<O: Sinks<S>, const REDUCE: bool>(
@@ -428,7 +432,7 @@ impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
                 let [dx, dresidual, dgate] = &mut sinks;
                 for slot in slots.clone() {
                     let row = tile.start + slot;
-                    let kept = of_slot_mut(this.kept, slot, width);
+                    let saved_gate = of_slot_mut(this.saved_gate, slot, width);
                     let slopes = of_slot(this.slopes, slot, width);
                     let row_inputs = call.inputs::<S>(inputs, row, slopes, of_row);
                     let next_inputs = call.inputs::<S>(inputs, next.start + slot, &[], of_next);
@@ -449,10 +453,12 @@ impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
                             |at| {
                                 // Loads before stores: a load waits for a store just before to an address
                                 // that differs in its upper bits only, as those of rows of 4 KiB do.
-                                let found = gradients(prologue, &row_inputs, &moments, kept, at);
+                                let found =
+                                    gradients(prologue, &row_inputs, &moments, saved_gate, at);
                                 if REDUCE {
                                     let zero = V::zero();
-                                    let next = q_and_dr(prologue, &next_inputs, zero, kept, at);
+                                    let next =
+                                        q_and_dr(prologue, &next_inputs, zero, saved_gate, at);
                                     sums.add(prologue, next, at);
                                 }
                                 epilogue.put(found, &mut to, at);

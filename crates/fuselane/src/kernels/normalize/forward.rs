@@ -18,7 +18,7 @@ use std::ops::Range;
 
 use super::parts::{
     Any, Biased, Centered, Epilogue, Factors, GatedIn, GatedOut, Inputs, Moments, Plain, Prologue,
-    Reduce, Sum, SumInPlace, Turn, Weighted, Write,
+    Reduce, Sum, SumInPlace, Weighted, Write, WriteAndReduce,
 };
 use super::{
     AsSpan, ByRow, CHUNK, ParameterRows, SOON, Sigmoid, Silu, Sinks, TILE_ROWS, ahead, number,
@@ -46,16 +46,16 @@ pub(crate) enum Added {
     ResidualInPlace,
 }
 
-/// What takes part in a call.
+/// The options of a call.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct With {
+pub(crate) struct Options {
     pub(crate) added: Added,
     pub(crate) gate: Option<(GatePosition, Act)>,
     pub(crate) center: bool,
     pub(crate) bias: bool,
 }
 
-impl With {
+impl Options {
     /// Whether x is normalized and weighted, and no more.
     #[inline(always)]
     fn is_plain(self) -> bool {
@@ -65,7 +65,7 @@ impl With {
 
 /// Normalizes the rows of a task: `groups` rows after another share the parameters.
 pub(crate) struct Forward<'r> {
-    pub(crate) with: With,
+    pub(crate) options: Options,
     pub(crate) eps: f64,
     pub(crate) groups: usize,
     /// The weight with all that is worked into it, of all groups.
@@ -84,7 +84,7 @@ const PAIRED_BYTES: usize = 8 << 10;
 impl Kernel for Forward<'_> {
     #[inline(always)]
     fn run<S: Simd>(mut self) {
-        let (with, groups, len) = (self.with, self.groups, self.weight.len() / self.groups);
+        let (options, groups, len) = (self.options, self.groups, self.weight.len() / self.groups);
         if len == 0 {
             while let Some(row) = self.rows.next_row::<S::Elem>() {
                 for saved in row.save {
@@ -94,15 +94,15 @@ impl Kernel for Forward<'_> {
             return;
         }
         let in_pairs = S::PIPELINE
-            && with.is_plain()
+            && options.is_plain()
             && groups == 1
             && len.is_multiple_of(STEP)
             && len * size_of::<S::Elem>() <= PAIRED_BYTES;
         let tile_rows = tile_rows(len, if in_pairs { 2 } else { 1 });
         let width = len.next_multiple_of(LANES);
         let scratch = |any: bool| Scratch::new(if any { tile_rows * width } else { 0 });
-        let mut saved = scratch(Prologue::<S>::saves_p(Any::new(&with)));
-        let mut gate_values = scratch(with.gate.is_some());
+        let mut saved = scratch(Prologue::<S>::saves_p(Any::new(&options)));
+        let mut gate_values = scratch(options.gate.is_some());
         let weight = ParameterRows::new::<S>(self.weight, groups, len);
         let bias = ParameterRows::new::<S>(self.bias, groups, len);
         let mut first = self.rows.range().start;
@@ -111,7 +111,7 @@ impl Kernel for Forward<'_> {
             let [o, sum] = &rows.outputs;
             let non_temporal = self.non_temporal;
             Tiles::<S> {
-                with,
+                options,
                 eps: self.eps,
                 len,
                 width,
@@ -141,7 +141,7 @@ type OfTile<N> = [N; TILE_ROWS];
 
 /// Rows at equal distances, which go tile by tile.
 struct Tiles<'t, 'r, S: Simd> {
-    with: With,
+    options: Options,
     eps: f64,
     len: usize,
     /// Numbers of scratch from row to row.
@@ -168,7 +168,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
     /// Chooses the composition.
     #[inline(always)]
     fn normalize(&mut self) {
-        let With { added, gate, center, bias } = self.with;
+        let Options { added, gate, center, bias } = self.options;
         if S::COMPOSED {
             match (added, gate, center, bias) {
                 (Added::Nothing, None, false, false) => return self.run(Plain, Weighted),
@@ -190,8 +190,8 @@ impl<S: Simd> Tiles<'_, '_, S> {
                 _ => {}
             }
         }
-        let with = self.with;
-        self.run(Any::new(&with), Any::new(&with));
+        let options = self.options;
+        self.run(Any::new(&options), Any::new(&options));
     }
 
     /// Normalizes tile by tile.
@@ -289,24 +289,24 @@ impl<S: Simd> Tiles<'_, '_, S> {
     fn moments<P: Prologue<S>>(&mut self, prologue: P, tile: Tile) -> OfTile<Moments> {
         let per_element = 1.0 / self.len as f64;
         let mut all = [Moments::default(); TILE_ROWS];
-        let mut rests = [0.0; TILE_ROWS];
+        let mut lows = [0.0; TILE_ROWS];
         if prologue.centers() {
             for slot in 0..tile.len() {
                 all[slot].mean_hi = number(self.totals[slot] * per_element);
             }
-            rests = self.reduce_centered(tile.len(), &all);
+            lows = self.reduce_centered(tile.len(), &all);
         }
         for (slot, row) in tile.enumerate() {
             let Moments { mean_hi, mean_lo, rstd } = &mut all[slot];
-            let rest = rests[slot] * per_element;
-            let variance = self.totals[slot] * per_element - rest * rest;
+            let low = lows[slot] * per_element;
+            let variance = self.totals[slot] * per_element - low * low;
             // Rounding must not make it negative; a NaN stays one.
             let variance = if variance < 0.0 { 0.0 } else { variance };
-            *mean_lo = number(rest);
+            *mean_lo = number(low);
             *rstd = number(1.0 / (variance + self.eps).sqrt());
             let [save_rstd, save_mean] = &mut self.rows.save;
             save_rstd.row(row).fill(*rstd);
-            save_mean.row(row).fill(number(f64::from(*mean_hi) + rest));
+            save_mean.row(row).fill(number(f64::from(*mean_hi) + low));
         }
         all
     }
@@ -390,7 +390,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
         );
     }
 
-    /// [`Turn`]s of the rows of a tile and of the next one. So memory is read and written all the time,
+    /// [`WriteAndReduce`] of the rows of a tile and of the next one. So memory is read and written all the time,
     /// where either pass alone would leave one of the two idle: non-temporal stores wait in few buffers.
     /// (On an Emerald Rapids, rows of 2,048: 2.2 ns for 16 elements instead of 2.7 from the last-level
     /// cache, and 3.2 instead of 3.8 from memory.) p of the next row takes the place of what was just used.
@@ -417,26 +417,27 @@ impl<S: Simd> Tiles<'_, '_, S> {
                     let weight = this.weight.of_row(this.first + row);
                     assert!(len <= weight.len());
                     let sinks = (o.row(slot), RowSink::new(sum.row(next), this.non_temporal[1]));
-                    let mut turn = Turn::new(parts, sources, weight, moments[slot], sinks);
+                    let mut pass =
+                        WriteAndReduce::new(parts, sources, weight, moments[slot], sinks);
                     for chunk in chunks(len, CHUNK) {
                         sweep_range::<S>(
                             chunk,
                             #[inline(always)]
-                            |at| turn.block(at, saved),
+                            |at| pass.block(at, saved),
                         );
-                        turn.end_chunk();
+                        pass.end_chunk();
                     }
-                    this.totals[slot] = turn.total;
+                    this.totals[slot] = pass.total;
                 }
                 o.finish();
             },
         );
     }
 
-    /// [`Tiles::write_and_reduce`] of rows that save nothing; one of the first half of a tile and one of
-    /// the second take turns. So memory is read and written at two places, which keeps more of it busy, and
+    /// [`Tiles::write_and_reduce`] of rows that save nothing; a row of the first half of a tile and one
+    /// of the second are interleaved. So memory is read and written at two places, which keeps more of it busy, and
     /// the weight is read half as often. (The same machine, from memory: 0.90 of the time. A loop in C takes
-    /// 9.0 cycles for 16 elements one row at a time, 8.0 with two, 8.0 to 8.4 with four. With a residual or a
+    /// 9.0 cycles for 16 elements one row at a time, 8.0 with two, 8.0 to 8.4 with four. Options a residual or a
     /// gate, it gains nothing.)
     #[inline(always)]
     fn write_and_reduce_pairs<P: Prologue<S>, E: Epilogue<S>>(
@@ -458,7 +459,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
                 let ([mut o_a, mut o_b], [mut sum_a, mut sum_b]) = (o, sum);
                 for slot in 0..half {
                     // (An attribute stands at an argument.)
-                    let turn = std::convert::identity(
+                    let pass = std::convert::identity(
                         #[inline(always)]
                         |slot, o, sum| {
                             let (row, next) = (tile.start + slot, next.start + slot);
@@ -468,11 +469,11 @@ impl<S: Simd> Tiles<'_, '_, S> {
                             assert!(len <= weight.len());
                             let o = RowSink::new(o, this.non_temporal[0]);
                             let sinks = (o, RowSink::new(sum, false));
-                            Turn::new(parts, sources, weight, moments[slot], sinks)
+                            WriteAndReduce::new(parts, sources, weight, moments[slot], sinks)
                         },
                     );
-                    let mut a = turn(slot, o_a.row(slot), sum_a.row(slot));
-                    let mut b = turn(slot + half, o_b.row(slot), sum_b.row(slot));
+                    let mut a = pass(slot, o_a.row(slot), sum_a.row(slot));
+                    let mut b = pass(slot + half, o_b.row(slot), sum_b.row(slot));
                     for chunk in chunks(len, CHUNK) {
                         sweep_range::<S>(
                             chunk,

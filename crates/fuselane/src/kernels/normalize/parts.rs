@@ -4,7 +4,7 @@
 use std::hint::black_box;
 
 use super::Gate;
-use super::forward::{Added, With};
+use super::forward::{Added, Options};
 use crate::kernels::lanes::Lane;
 use crate::kernels::sink::{RowSink, Sink};
 use crate::kernels::source::Source;
@@ -36,11 +36,11 @@ pub(super) trait Prologue<S: Simd>: Copy {
     fn gate_before(self) -> Option<Act> {
         None
     }
-    /// p of the block at `at`. x + residual goes where it is to be kept.
+    /// p of the block at `at`. x + residual goes where it is to be saved.
     fn p(self, row: &mut Inputs<'_, S>, at: At) -> V<S>;
 }
 
-/// What a prologue reads of a row, and where it keeps x + residual.
+/// What a prologue reads of a row, and where x + residual goes.
 pub(super) struct Inputs<'r, S: Simd> {
     pub(super) x: Source<'r, S>,
     pub(super) residual: Source<'r, S>,
@@ -178,16 +178,16 @@ impl<S: Simd, G: Gate> Epilogue<S> for GatedOut<G> {
     }
 }
 
-/// Whatever takes part.
+/// The generic composition: any options, chosen block by block.
 #[derive(Clone, Copy)]
-pub(super) struct Any<'w>(&'w With);
+pub(super) struct Any<'w>(&'w Options);
 
 impl<'w> Any<'w> {
     /// The compiler does not see through this reference. It would make a loop for each combination of
     /// options.
     #[inline(always)]
-    pub(super) fn new(with: &'w With) -> Self {
-        Self(black_box(with))
+    pub(super) fn new(options: &'w Options) -> Self {
+        Self(black_box(options))
     }
 
     /// The activation of a gate at some position.
@@ -292,7 +292,7 @@ impl<'r, S: Simd, P: Prologue<S>, E: Epilogue<S>> Write<'r, S, P, E> {
 }
 
 /// [`Write`] of one row and [`Reduce`] of another, block by block in one loop.
-pub(super) struct Turn<'r, S: Simd, P, E, O> {
+pub(super) struct WriteAndReduce<'r, S: Simd, P, E, O> {
     write: Write<'r, S, P, E>,
     reduce: Reduce<'r, S, P>,
     o: O,
@@ -300,7 +300,7 @@ pub(super) struct Turn<'r, S: Simd, P, E, O> {
     pub(super) total: f64,
 }
 
-impl<'r, S: Simd, P: Prologue<S>, E: Epilogue<S>, O: Sink<S>> Turn<'r, S, P, E, O> {
+impl<'r, S: Simd, P: Prologue<S>, E: Epilogue<S>, O: Sink<S>> WriteAndReduce<'r, S, P, E, O> {
     #[inline(always)]
     pub(super) fn new(
         parts: (P, E),

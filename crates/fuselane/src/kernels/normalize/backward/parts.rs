@@ -3,7 +3,7 @@
 
 use std::hint::black_box;
 
-use super::With;
+use super::Options;
 use crate::kernels::lanes::Lane;
 use crate::kernels::normalize::{Sigmoid, Silu};
 use crate::kernels::sink::Sink;
@@ -101,12 +101,12 @@ pub(super) trait Prologue<S: Simd>: Copy {
     }
     /// g(gate), in the first pass, which keeps something of it for the second one.
     #[inline(always)]
-    fn keep_gate(self, _row: &Inputs<'_, S>, _kept: &mut [Lane], _at: At) -> V<S> {
+    fn save_gate(self, _row: &Inputs<'_, S>, _saved_gate: &mut [Lane], _at: At) -> V<S> {
         V::zero()
     }
     /// g(gate) and its derivative, in the second pass.
     #[inline(always)]
-    fn gate(self, _row: &Inputs<'_, S>, _kept: &[Lane], _at: At) -> (V<S>, V<S>) {
+    fn gate(self, _row: &Inputs<'_, S>, _saved_gate: &[Lane], _at: At) -> (V<S>, V<S>) {
         (V::zero(), V::zero())
     }
     /// p and do1: one of these is multiplied by the gate.
@@ -132,10 +132,10 @@ pub(super) fn q_and_dr<S: Simd, P: Prologue<S>>(
     prologue: P,
     row: &Inputs<'_, S>,
     mean: V<S>,
-    kept: &mut [Lane],
+    saved_gate: &mut [Lane],
     at: At,
 ) -> (V<S>, V<S>) {
-    let value = prologue.keep_gate(row, kept, at);
+    let value = prologue.save_gate(row, saved_gate, at);
     let (p, do1) = prologue.p_and_do1(prologue.sum(row, at), row.grad.load(at), value);
     let q = if prologue.centers() { p - mean } else { p };
     (q, do1 * V::at(row.weight, at))
@@ -147,10 +147,10 @@ pub(super) fn gradients<S: Simd, P: Prologue<S>>(
     prologue: P,
     row: &Inputs<'_, S>,
     moments: &Moments<V<S>>,
-    kept: &[Lane],
+    saved_gate: &[Lane],
     at: At,
 ) -> Gradients<S> {
-    let (value, slope) = prologue.gate(row, kept, at);
+    let (value, slope) = prologue.gate(row, saved_gate, at);
     let (sum, grad, weight) = (prologue.sum(row, at), row.grad.load(at), V::at(row.weight, at));
     let (p, do1) = prologue.p_and_do1(sum, grad, value);
     let (mut q, mut dr) = (p, do1 * weight);
@@ -181,7 +181,7 @@ impl<S: Simd> Prologue<S> for Sum {
     }
 }
 
-/// With the gradient that arrives at x + residual from elsewhere.
+/// Options the gradient that arrives at x + residual from elsewhere.
 #[derive(Clone, Copy)]
 pub(super) struct PlusResidualOut;
 
@@ -280,16 +280,16 @@ pub(super) struct Gated<P, G>(pub(super) P, pub(super) G);
 impl<S: Simd, P: Position, G: FoldedGate> Prologue<S> for Gated<P, G> {
     const GATED: bool = true;
     #[inline(always)]
-    fn keep_gate(self, row: &Inputs<'_, S>, kept: &mut [Lane], at: At) -> V<S> {
+    fn save_gate(self, row: &Inputs<'_, S>, saved_gate: &mut [Lane], at: At) -> V<S> {
         let gate = row.gate.load(at);
         let sigmoid = FoldedSigmoid::of(gate);
-        sigmoid.0.set_at(kept, at);
+        sigmoid.0.set_at(saved_gate, at);
         G::value_and_slope(sigmoid, gate).0
     }
     #[inline(always)]
-    fn gate(self, row: &Inputs<'_, S>, kept: &[Lane], at: At) -> (V<S>, V<S>) {
+    fn gate(self, row: &Inputs<'_, S>, saved_gate: &[Lane], at: At) -> (V<S>, V<S>) {
         let gate = if G::READS_GATE { row.gate.load(at) } else { V::zero() };
-        G::value_and_slope(FoldedSigmoid(V::at(kept, at)), gate)
+        G::value_and_slope(FoldedSigmoid(V::at(saved_gate, at)), gate)
     }
     #[inline(always)]
     fn p_and_do1(self, sum: V<S>, grad: V<S>, value: V<S>) -> (V<S>, V<S>) {
@@ -380,26 +380,26 @@ impl<S: Simd> Epilogue<S> for DxDgateDweight {
     #[inline(always)]
     fn put<O: Sink<S>>(self, gradients: Gradients<S>, to: &mut Outputs<'_, O>, at: At) {
         to.add_dweight(&gradients, at);
-        // With an activation in them, a tie is chance.
+        // Options an activation in them, a tie is chance.
         to.dgate.put(at, gradients.dgate.round_ties_away());
         to.dx.put(at, gradients.dx.round_ties_away());
     }
 }
 
-/// Whatever takes part, and whatever is asked for.
+/// The generic composition: any options, chosen block by block.
 #[derive(Clone, Copy)]
-pub(super) struct Any<'w>(&'w With);
+pub(super) struct Any<'w>(&'w Options);
 
 impl<'w> Any<'w> {
     /// The compiler does not see through this reference. It would make a loop for each combination of
     /// options.
     #[inline(always)]
-    pub(super) fn new(with: &'w With) -> Self {
-        Self(black_box(with))
+    pub(super) fn new(options: &'w Options) -> Self {
+        Self(black_box(options))
     }
 
     #[inline(always)]
-    fn with(self) -> With {
+    fn options(self) -> Options {
         *self.0
     }
 }
@@ -408,11 +408,11 @@ impl<S: Simd> Prologue<S> for Any<'_> {
     const PIPELINED: bool = false;
     #[inline(always)]
     fn centers(self) -> bool {
-        self.with().center
+        self.options().center
     }
     #[inline(always)]
     fn reduces(self) -> bool {
-        let With { gate, center, dx, dresidual, dgate, .. } = self.with();
+        let Options { gate, center, dx, dresidual, dgate, .. } = self.options();
         center || dx || dresidual || dgate && matches!(gate, Some((Pre, _)))
     }
     #[inline(always)]
@@ -421,23 +421,23 @@ impl<S: Simd> Prologue<S> for Any<'_> {
     }
     #[inline(always)]
     fn sum(self, row: &Inputs<'_, S>, at: At) -> V<S> {
-        if self.with().residual { Sum.sum(row, at) } else { Plain.sum(row, at) }
+        if self.options().residual { Sum.sum(row, at) } else { Plain.sum(row, at) }
     }
     #[inline(always)]
-    fn keep_gate(self, _: &Inputs<'_, S>, kept: &mut [Lane], at: At) -> V<S> {
-        if self.with().gate.is_some() { V::at(kept, at) } else { V::zero() }
+    fn save_gate(self, _: &Inputs<'_, S>, saved_gate: &mut [Lane], at: At) -> V<S> {
+        if self.options().gate.is_some() { V::at(saved_gate, at) } else { V::zero() }
     }
     #[inline(always)]
-    fn gate(self, row: &Inputs<'_, S>, kept: &[Lane], at: At) -> (V<S>, V<S>) {
-        if self.with().gate.is_none() {
+    fn gate(self, row: &Inputs<'_, S>, saved_gate: &[Lane], at: At) -> (V<S>, V<S>) {
+        if self.options().gate.is_none() {
             return (V::zero(), V::zero());
         }
         row.gate.prefetch(at);
-        (V::at(kept, at), V::at(row.slopes, at))
+        (V::at(saved_gate, at), V::at(row.slopes, at))
     }
     #[inline(always)]
     fn p_and_do1(self, sum: V<S>, grad: V<S>, value: V<S>) -> (V<S>, V<S>) {
-        match self.with().gate {
+        match self.options().gate {
             None => (sum, grad),
             Some((Pre, _)) => In::p_and_do1(sum, grad, value),
             Some((Post, _)) => Out::p_and_do1(sum, grad, value),
@@ -445,12 +445,12 @@ impl<S: Simd> Prologue<S> for Any<'_> {
     }
     #[inline(always)]
     fn dx(self, point: &Point<S>, row: &Inputs<'_, S>, at: At) -> V<S> {
-        let dx = if let Some((Pre, _)) = self.with().gate { In::dx(point) } else { point.dp };
-        if self.with().grad_residual_out { dx + row.grad_residual_out.load(at) } else { dx }
+        let dx = if let Some((Pre, _)) = self.options().gate { In::dx(point) } else { point.dp };
+        if self.options().grad_residual_out { dx + row.grad_residual_out.load(at) } else { dx }
     }
     #[inline(always)]
     fn dgate(self, point: &Point<S>, row: &Inputs<'_, S>, at: At) -> V<S> {
-        let With { gate, bias, dgate, .. } = self.with();
+        let Options { gate, bias, dgate, .. } = self.options();
         let Some((position, act)) = gate.filter(|_| dgate) else {
             return V::zero();
         };
@@ -477,7 +477,7 @@ impl<S: Simd> Epilogue<S> for Any<'_> {
     }
     #[inline(always)]
     fn put<O: Sink<S>>(self, gradients: Gradients<S>, to: &mut Outputs<'_, O>, at: At) {
-        let With { dx, dresidual, dgate, dweight, dbias, .. } = self.with();
+        let Options { dx, dresidual, dgate, dweight, dbias, .. } = self.options();
         if dweight {
             to.add_dweight(&gradients, at);
         }
