@@ -86,11 +86,7 @@ impl Softmax {
         mut dx: ViewMut<'_>,
     ) -> Result<()> {
         let dims = around(o, self.check_backward(o, grad, dx.reborrow())?);
-        if !o.is_empty() {
-            let (o, grad) = (o.to_f64_vec(), grad.to_f64_vec());
-            dx.round_from(&reference::softmax::backward_from_output(self, &o, &grad, dims));
-        }
-        Ok(())
+        self.pull_back([o, grad], dx, dims, reference::softmax::backward_from_output)
     }
 
     /// [`Softmax::backward_from_input_into`]
@@ -101,9 +97,20 @@ impl Softmax {
         mut dx: ViewMut<'_>,
     ) -> Result<()> {
         let dims = around(x, self.check_backward_from_input(x, grad, dx.reborrow())?);
-        if !x.is_empty() {
-            let (x, grad) = (x.to_f64_vec(), grad.to_f64_vec());
-            dx.round_from(&reference::softmax::backward_from_input(self, &x, &grad, dims));
+        self.pull_back([x, grad], dx, dims, reference::softmax::backward_from_input)
+    }
+
+    /// `dx`, by a formula of the reference, of a call that was checked.
+    fn pull_back(
+        &self,
+        inputs: [View<'_>; 2],
+        mut dx: ViewMut<'_>,
+        dims: reference::softmax::Dims,
+        formula: impl Fn(&Self, &[f64], &[f64], reference::softmax::Dims) -> Vec<f64>,
+    ) -> Result<()> {
+        let [at, grad] = inputs.map(|input| input.to_f64_vec());
+        if !at.is_empty() {
+            dx.round_from(&formula(self, &at, &grad, dims));
         }
         Ok(())
     }

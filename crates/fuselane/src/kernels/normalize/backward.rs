@@ -24,8 +24,8 @@ mod parts;
 use std::ops::Range;
 
 use super::{
-    AsSpan, ByRow, CHUNK, ParameterRows, SOON, Sigmoid, Silu, Sinks, TILE_ROWS, ahead, number,
-    of_slot, of_slot_mut, stores_span, tile_rows,
+    Any, AsSpan, ByRow, CHUNK, ParameterRows, SOON, Sigmoid, Silu, Sinks, TILE_ROWS, ahead, number,
+    of_slot, of_slot_mut, stores_span, tile_rows, tile_sink,
 };
 use crate::exec::rows::TaskRows;
 use crate::exec::scratch::Scratch;
@@ -39,8 +39,8 @@ use crate::ops::act::Act;
 use crate::ops::normalize::GatePosition::{self, Post, Pre};
 use crate::simd::{Kernel, LANES, Line, Simd, V};
 use parts::{
-    Any, Centered, Dx, DxDgateDweight, DxDweight, DxDweightDbias, Epilogue, Gated, In, Inputs,
-    Moments, Out, Outputs, Plain, PlusResidualOut, Prologue, Sum, gradients, q_and_dr,
+    Centered, Dx, DxDgateDweight, DxDweight, DxDweightDbias, Epilogue, Gated, In, Inputs, Moments,
+    Out, Outputs, Plain, PlusResidualOut, Prologue, Sum, gradients, q_and_dr,
 };
 
 /// Rows that the parameters' gradients are summed over before they go to the sums of the task, so that a
@@ -486,8 +486,8 @@ fn sinks<'s, S: Simd, O: Sinks<S>>(
     outputs.each_mut().map(
         #[inline(always)]
         |output| {
-            let non_temporal = non_temporal && output.aligned();
-            O::Tile::new(output.slice(rows.start, rows.len()), non_temporal)
+            let (len, non_temporal) = (output.len(), non_temporal && output.aligned());
+            tile_sink::<S, O>(output, rows, len, non_temporal)
         },
     )
 }

@@ -17,12 +17,12 @@
 use std::ops::Range;
 
 use super::parts::{
-    Any, Biased, Centered, Epilogue, Factors, GatedIn, GatedOut, Inputs, Moments, Plain, Prologue,
+    Biased, Centered, Epilogue, Factors, GatedIn, GatedOut, Inputs, Moments, Plain, Prologue,
     Reduce, Sum, SumInPlace, Weighted, Write, WriteAndReduce,
 };
 use super::{
-    AsSpan, ByRow, CHUNK, ParameterRows, SOON, Sigmoid, Silu, Sinks, TILE_ROWS, ahead, number,
-    stores_span, tile_rows,
+    Any, AsSpan, ByRow, CHUNK, ParameterRows, SOON, Sigmoid, Silu, Sinks, TILE_ROWS, ahead, number,
+    stores_span, tile_rows, tile_sink,
 };
 use crate::exec::rows::TaskRows;
 use crate::exec::scratch::Scratch;
@@ -366,9 +366,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
                 let saved_width = this.width_if(parts.0.saves_p());
                 let gate_width = this.width_if(parts.1.gate_before().is_some());
                 let OperandRows { inputs, outputs: [o, _], .. } = &mut *this.rows;
-                let o = o.slice(tile.start, tile.len());
-                assert!(o.len() == len);
-                let mut o = O::Tile::new(o, this.non_temporal[0]);
+                let mut o = tile_sink::<S, O>(o, &tile, len, this.non_temporal[0]);
                 for (slot, row) in tile.enumerate() {
                     let saved = &this.saved[slot * saved_width..][..saved_width];
                     let [x, _, gate] = sources(inputs, row, len, next);
@@ -407,9 +405,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
             move || {
                 let (len, saved_width) = (this.len, this.width_if(parts.0.saves_p()));
                 let OperandRows { inputs, outputs: [o, sum], .. } = &mut *this.rows;
-                let o = o.slice(tile.start, tile.len());
-                assert!(o.len() == len);
-                let mut o = O::Tile::new(o, this.non_temporal[0]);
+                let mut o = tile_sink::<S, O>(o, &tile, len, this.non_temporal[0]);
                 for (slot, (row, next)) in tile.zip(next).enumerate() {
                     let saved = &mut this.saved[slot * saved_width..][..saved_width];
                     let sources =

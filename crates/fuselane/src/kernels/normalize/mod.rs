@@ -9,6 +9,7 @@ pub(crate) mod backward;
 pub(crate) mod forward;
 mod parts;
 
+use std::hint::black_box;
 use std::ops::Range;
 
 use super::lanes::Lane;
@@ -76,6 +77,26 @@ impl Gate for Silu {
     }
 }
 
+/// The generic composition: any `options`, chosen block by block.
+struct Any<'o, Options>(&'o Options);
+
+impl<Options> Clone for Any<'_, Options> {
+    #[inline(always)]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<Options> Copy for Any<'_, Options> {}
+
+impl<'o, Options> Any<'o, Options> {
+    /// The compiler does not see through this reference. It would make a loop for each combination of
+    /// options.
+    #[inline(always)]
+    fn new(options: &'o Options) -> Self {
+        Self(black_box(options))
+    }
+}
+
 /// A parameter, cut like the rows of x: each group is a row by itself.
 struct ParameterRows {
     lanes: Scratch<Lane>,
@@ -137,6 +158,19 @@ struct AsSpan;
 
 impl<S: Simd> Sinks<S> for AsSpan {
     type Tile<'r> = ShiftedSink<'r, S>;
+}
+
+/// The rows of a tile of an output of `len` features, as a sink.
+#[inline(always)]
+fn tile_sink<'s, S: Simd, O: Sinks<S>>(
+    output: &'s mut OutputRows<'_, S::Elem>,
+    tile: &Range<usize>,
+    len: usize,
+    non_temporal: bool,
+) -> O::Tile<'s> {
+    let rows = output.slice(tile.start, tile.len());
+    assert!(rows.len() == len);
+    O::Tile::new(rows, non_temporal)
 }
 
 /// The least elements of a tile that is stored [`AsSpan`]: of fewer, too many are in lines at the ends,

@@ -1,10 +1,8 @@
 //! What the forward is composed of: a [`Prologue`] gives what is normalized, an [`Epilogue`] the result.
 //! The passes [`Reduce`] and [`Write`] use them, block by block.
 
-use std::hint::black_box;
-
-use super::Gate;
 use super::forward::{Added, Options};
+use super::{Any, Gate};
 use crate::kernels::lanes::Lane;
 use crate::kernels::sink::{RowSink, Sink};
 use crate::kernels::source::Source;
@@ -178,18 +176,7 @@ impl<S: Simd, G: Gate> Epilogue<S> for GatedOut<G> {
     }
 }
 
-/// The generic composition: any options, chosen block by block.
-#[derive(Clone, Copy)]
-pub(super) struct Any<'w>(&'w Options);
-
-impl<'w> Any<'w> {
-    /// The compiler does not see through this reference. It would make a loop for each combination of
-    /// options.
-    #[inline(always)]
-    pub(super) fn new(options: &'w Options) -> Self {
-        Self(black_box(options))
-    }
-
+impl Any<'_, Options> {
     /// The activation of a gate at some position.
     #[inline(always)]
     fn gate(self, position: GatePosition) -> Option<Act> {
@@ -197,7 +184,7 @@ impl<'w> Any<'w> {
     }
 }
 
-impl<S: Simd> Prologue<S> for Any<'_> {
+impl<S: Simd> Prologue<S> for Any<'_, Options> {
     const PIPELINED: bool = false;
     #[inline(always)]
     fn saves_p(self) -> bool {
@@ -222,7 +209,7 @@ impl<S: Simd> Prologue<S> for Any<'_> {
     }
 }
 
-impl<S: Simd> Epilogue<S> for Any<'_> {
+impl<S: Simd> Epilogue<S> for Any<'_, Options> {
     #[inline(always)]
     fn gate_before(self) -> Option<Act> {
         self.gate(Post)

@@ -1,11 +1,9 @@
 //! What the backward of a row is composed of: the way from the operands to r and back (a [`Prologue`]),
 //! and what is asked for (an [`Epilogue`]).
 
-use std::hint::black_box;
-
 use super::Options;
 use crate::kernels::lanes::Lane;
-use crate::kernels::normalize::{Sigmoid, Silu};
+use crate::kernels::normalize::{Any, Sigmoid, Silu};
 use crate::kernels::sink::Sink;
 use crate::kernels::source::Source;
 use crate::kernels::sweep::At;
@@ -386,25 +384,14 @@ impl<S: Simd> Epilogue<S> for DxDgateDweight {
     }
 }
 
-/// The generic composition: any options, chosen block by block.
-#[derive(Clone, Copy)]
-pub(super) struct Any<'w>(&'w Options);
-
-impl<'w> Any<'w> {
-    /// The compiler does not see through this reference. It would make a loop for each combination of
-    /// options.
-    #[inline(always)]
-    pub(super) fn new(options: &'w Options) -> Self {
-        Self(black_box(options))
-    }
-
+impl Any<'_, Options> {
     #[inline(always)]
     fn options(self) -> Options {
         *self.0
     }
 }
 
-impl<S: Simd> Prologue<S> for Any<'_> {
+impl<S: Simd> Prologue<S> for Any<'_, Options> {
     const PIPELINED: bool = false;
     #[inline(always)]
     fn centers(self) -> bool {
@@ -470,7 +457,7 @@ impl<S: Simd> Prologue<S> for Any<'_> {
     }
 }
 
-impl<S: Simd> Epilogue<S> for Any<'_> {
+impl<S: Simd> Epilogue<S> for Any<'_, Options> {
     #[inline(always)]
     fn sums_dweight(self) -> bool {
         self.0.dweight
