@@ -1,10 +1,8 @@
 //! The backward: a tile of gradients is decoded, and pulled back through the activation.
 
-use std::convert::identity;
-
 use super::activation::{RowScratch, activate, in_range, is_fast};
 use super::columns::Columns;
-use super::operands::{Elements, LanesMut, Output, Rounded};
+use super::operands::{Elements, LanesMut, Output, nearest_even};
 use super::segments::Segments;
 use super::walk::{SubTile, Walk, interleaved};
 use super::{Encoding, FusedAct};
@@ -67,7 +65,12 @@ fn decode<S: Simd, E: Encoding, O: Output<S>>(
     sub_tile: &SubTile<'_>,
     to: O,
 ) {
-    let grad = Elements::<S, _>::new(grad, &walk.plan.output_segments, identity);
+    let grad = Elements::<S, _>::new(
+        grad,
+        &walk.plan.output_segments,
+        #[inline(always)]
+        |grad| grad,
+    );
     walk.encoding.backward(sub_tile.loops, grad, to);
 }
 
@@ -102,11 +105,9 @@ impl<E: Encoding> Kernel for Backward<'_, '_, '_, E> {
                 let dx = rows.output::<S::Elem>(0, &tile);
                 let non_temporal = non_temporal && dx.aligned_at(&segments.features());
                 if plain && non_temporal {
-                    let dx = Rounded::<S, _, true>::new(dx, segments, V::round);
-                    return decode(&walk, grad, &sub_tile, dx);
+                    return decode(&walk, grad, &sub_tile, nearest_even::<S, true>(dx, segments));
                 } else if plain {
-                    let dx = Rounded::<S, _, false>::new(dx, segments, V::round);
-                    return decode(&walk, grad, &sub_tile, dx);
+                    return decode(&walk, grad, &sub_tile, nearest_even::<S, false>(dx, segments));
                 }
                 let g = OutputTile::dense(&mut scratch.g, tile.rows, segments.width());
                 decode::<S, E, _>(&walk, grad, &sub_tile, LanesMut { tile: g, segments });

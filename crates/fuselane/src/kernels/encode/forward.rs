@@ -1,7 +1,5 @@
 //! The forward: a tile is activated and encoded, in one step where the activation has a fast form.
 
-use std::convert::identity;
-
 use super::activation::{RowScratch, activate};
 use super::columns::Columns;
 use super::operands::{Elements, Input, Lanes, Rounded};
@@ -40,25 +38,40 @@ impl<E: Encoding> Kernel for Forward<'_, '_, '_, E> {
                 let o = (o, output, non_temporal);
                 match plan.act {
                     FusedAct::Elementwise(Act::None) => {
-                        let x = Elements::<S, _>::new(x, segments, identity);
-                        encode(encoding, loops, x, o, V::round);
+                        let x = Elements::<S, _>::new(
+                            x,
+                            segments,
+                            #[inline(always)]
+                            |x| x,
+                        );
+                        exactly(encoding, loops, x, o);
                     }
                     FusedAct::Elementwise(Act::Sigmoid) => {
-                        let x = Elements::<S, _>::new(x, segments, V::sigmoid_fast);
-                        encode(encoding, loops, x, o, V::round_ties_away);
+                        let x = Elements::<S, _>::new(
+                            x,
+                            segments,
+                            #[inline(always)]
+                            |x| x.sigmoid_fast(),
+                        );
+                        approximately(encoding, loops, x, o);
                     }
                     FusedAct::Elementwise(Act::Silu) => {
-                        let x = Elements::<S, _>::new(x, segments, V::silu_fast);
-                        encode(encoding, loops, x, o, V::round_ties_away);
+                        let x = Elements::<S, _>::new(
+                            x,
+                            segments,
+                            #[inline(always)]
+                            |x| x.silu_fast(),
+                        );
+                        approximately(encoding, loops, x, o);
                     }
                     _ => {
                         let fast = activate::<S>(plan, x, &sub_tile, columns, &mut scratch);
                         let y = InputTile::dense(&scratch.y, tile.rows, segments.width());
                         let y = Lanes { tile: y, segments };
                         if fast {
-                            encode::<S, _, _>(encoding, loops, y, o, V::round_ties_away);
+                            approximately::<S, _, _>(encoding, loops, y, o);
                         } else {
-                            encode::<S, _, _>(encoding, loops, y, o, V::round);
+                            exactly::<S, _, _>(encoding, loops, y, o);
                         }
                     }
                 }
@@ -70,11 +83,39 @@ impl<E: Encoding> Kernel for Forward<'_, '_, '_, E> {
 /// An output, its segments, and whether stores should be non-temporal.
 type To<'t, S> = (OutputTile<'t, <S as Simd>::Elem>, &'t Segments, bool);
 
-/// Encodes the rows of a tile, and rounds what results.
+/// Encodes, and rounds to nearest even.
 #[inline(always)]
-fn encode<S: Simd, E: Encoding, X: Input<S>>(
+fn exactly<S: Simd, E: Encoding, X: Input<S>>(encoding: E, loops: Loops<'_>, x: X, o: To<'_, S>) {
+    encode(
+        (encoding, loops),
+        x,
+        o,
+        #[inline(always)]
+        |value| value.round(),
+    );
+}
+
+/// Encodes what is approximate, so that ties are chance.
+#[inline(always)]
+fn approximately<S: Simd, E: Encoding, X: Input<S>>(
     encoding: E,
     loops: Loops<'_>,
+    x: X,
+    o: To<'_, S>,
+) {
+    encode(
+        (encoding, loops),
+        x,
+        o,
+        #[inline(always)]
+        |value| value.round_ties_away(),
+    );
+}
+
+/// Encodes the rows of a tile, and rounds by `round`.
+#[inline(always)]
+fn encode<S: Simd, E: Encoding, X: Input<S>>(
+    (encoding, loops): (E, Loops<'_>),
     x: X,
     (o, segments, non_temporal): To<'_, S>,
     round: impl Fn(V<S>) -> S::Packed + Copy,

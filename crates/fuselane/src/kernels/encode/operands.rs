@@ -142,6 +142,20 @@ where
     }
 }
 
+/// Elements that results are rounded to, to nearest even.
+#[inline(always)]
+pub(super) fn nearest_even<'t, S: Simd, const NON_TEMPORAL: bool>(
+    tile: OutputTile<'t, S::Elem>,
+    segments: &'t Segments,
+) -> Rounded<'t, S, impl Fn(V<S>) -> S::Packed + Copy, NON_TEMPORAL> {
+    Rounded::new(
+        tile,
+        segments,
+        #[inline(always)]
+        |value| value.round(),
+    )
+}
+
 /// A row of elements.
 pub(super) struct RoundedRow<'r, S: Simd, R> {
     sink: RowSink<'r, S>,
