@@ -5,7 +5,7 @@
 mod library;
 
 #[cfg(feature = "gpu")]
-pub(super) use library::{CopyOnGpu, OnGpu};
+pub(super) use library::{CopyOnGpu, OnGpu, Worker};
 
 use std::process::Command;
 

@@ -92,9 +92,11 @@ pub(crate) fn library(name: &str) -> Result<Box<dyn Library>, Fault> {
         #[cfg(feature = "candle")]
         "candle" => Box::new(candle::Candle),
         #[cfg(feature = "gpu")]
-        "fuselane_gpu" => Box::new(fuselane_gpu::OnGpu::open()?),
+        "fuselane_gpu" => Box::new(fuselane_gpu::OnGpu(fuselane_gpu::Worker::open()?)),
         #[cfg(feature = "gpu")]
-        fuselane_gpu::COPY_WORKER => Box::new(fuselane_gpu::CopyOnGpu::open()?),
+        fuselane_gpu::COPY_WORKER => {
+            Box::new(fuselane_gpu::CopyOnGpu(fuselane_gpu::Worker::open()?))
+        }
         "unfused" => Box::new(unfused::Unfused),
         _ => return Err(Fault::Failed(format!("no provider {name:?} in this program"))),
     })

@@ -205,15 +205,26 @@ impl Prepared {
         }
     }
 
-    fn rotate(&self, x: View<'_>, tape: &mut Tape) -> Result<Buffer, Fault> {
+    /// What `encoding` makes of the activated x and the tables of its angles.
+    fn encode(
+        &self,
+        x: View<'_>,
+        tape: &mut Tape,
+        encoding: impl FnOnce(View<'_>, &Tables) -> Result<Buffer, Fault>,
+    ) -> Result<Buffer, Fault> {
         let activated = self.act(x, tape)?;
         let tables = Tables::new(&self.job, x.shape(), self.inputs.need("theta")?)?;
         let y = match &activated {
             Some(activated) => activated.view().reshape(x.shape())?,
             None => x,
         };
-        let o = turned(y, &tables.cos, &tables.sin, false)?;
+        let o = encoding(y, &tables)?;
         tape.save_encoding(tables, activated);
+        Ok(o)
+    }
+
+    fn rotate(&self, x: View<'_>, tape: &mut Tape) -> Result<Buffer, Fault> {
+        let o = self.encode(x, tape, |y, tables| turned(y, &tables.cos, &tables.sin, false))?;
         cast(like(&x), &o)
     }
 
@@ -224,17 +235,12 @@ impl Prepared {
     }
 
     fn cosine(&self, x: View<'_>, tape: &mut Tape) -> Result<Buffer, Fault> {
-        let activated = self.act(x, tape)?;
-        let tables = Tables::new(&self.job, x.shape(), self.inputs.need("theta")?)?;
-        let y = match &activated {
-            Some(activated) => activated.view().reshape(x.shape())?,
-            None => x,
-        };
-        let o = concat(
-            &mul(wide(x.shape()), y, Operand::rows(tables.cos.view(), 1))?,
-            &mul(wide(x.shape()), y, Operand::rows(tables.sin.view(), 1))?,
-        )?;
-        tape.save_encoding(tables, activated);
+        let o = self.encode(x, tape, |y, tables| {
+            concat(
+                &mul(wide(x.shape()), y, Operand::rows(tables.cos.view(), 1))?,
+                &mul(wide(x.shape()), y, Operand::rows(tables.sin.view(), 1))?,
+            )
+        })?;
         let mut shape = x.shape().to_vec();
         if let Some(last) = shape.last_mut() {
             *last *= 2;

@@ -16,7 +16,7 @@ use crate::tensor::{Inputs, pick};
 use crate::worker::{Call, Fault, Library, Loaded};
 
 /// The device of this worker, with its clock and its allocator's figures.
-struct Worker {
+pub(crate) struct Worker {
     device: Device,
     clock: Clock,
     /// When a peak began: bytes in use, and those that the pool of exact sizes had reserved.
@@ -24,7 +24,7 @@ struct Worker {
 }
 
 impl Worker {
-    fn open() -> Result<Self, Fault> {
+    pub(crate) fn open() -> Result<Self, Fault> {
         let device = gpu::open().map_err(Fault::Failed)?;
         Ok(Self { clock: gpu::clock(&device), device, start: Cell::default() })
     }
@@ -110,13 +110,7 @@ fn by_this_clock(work: impl FnOnce() -> Result<(), Fault>) -> Result<u64, Fault>
 }
 
 /// The provider `fuselane_gpu`.
-pub(crate) struct OnGpu(Worker);
-
-impl OnGpu {
-    pub(crate) fn open() -> Result<Self, Fault> {
-        Worker::open().map(Self)
-    }
-}
+pub(crate) struct OnGpu(pub(crate) Worker);
 
 impl Library for OnGpu {
     fn versions(&self) -> BTreeMap<String, String> {
@@ -388,13 +382,7 @@ impl Prepared<'_> {
 }
 
 /// The limit: a copy on the device of as many bytes as an operator has to move.
-pub(crate) struct CopyOnGpu(Worker);
-
-impl CopyOnGpu {
-    pub(crate) fn open() -> Result<Self, Fault> {
-        Worker::open().map(Self)
-    }
-}
+pub(crate) struct CopyOnGpu(pub(crate) Worker);
 
 impl Library for CopyOnGpu {
     fn versions(&self) -> BTreeMap<String, String> {
@@ -473,14 +461,14 @@ mod tests {
 
     #[test]
     fn operators_are_right() {
-        let library = OnGpu::open().expect("a device");
+        let library = OnGpu(Worker::open().expect("a device"));
         testing::check(&library, |_| true, |_| 16.0, |_, _| true);
     }
 
     /// A call takes its outputs and nothing else, as the allocator has it, whatever ran before.
     #[test]
     fn memory_is_that_of_the_outputs() {
-        let library = OnGpu::open().expect("a device");
+        let library = OnGpu(Worker::open().expect("a device"));
         for case in testing::cases().iter().take(3) {
             for (mode, tensors) in [(Mode::Fwd, 1), (Mode::Bwd, 2)] {
                 let n = case.sizes[0];
@@ -500,7 +488,7 @@ mod tests {
 
     #[test]
     fn a_copy_takes_time() {
-        let library = CopyOnGpu::open().expect("a device");
+        let library = CopyOnGpu(Worker::open().expect("a device"));
         let case = &testing::cases()[0];
         let trial = Trial::new(case, Mode::Fwd, case.sizes[0], DType::F32);
         let job = Job { n: 1 << 20, ..trial.job.clone() };

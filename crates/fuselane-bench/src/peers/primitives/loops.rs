@@ -373,29 +373,49 @@ pub(super) fn fold_rows(
     let data = Data::of(x)?;
     let share = o.len().div_ceil(4 * rayon::current_num_threads()).max(1);
     o.as_mut_slice::<f32>()?.par_chunks_mut(share).enumerate().for_each(|(i, o)| {
-        run(Rows { fold, data, width, first: i * share, o });
+        run(Share { fold, data, start: i * share * width, along: Along::Row { width }, o });
     });
     Ok(o)
 }
 
-struct Rows<'a> {
+/// What one thread folds into `o`.
+struct Share<'a> {
     fold: Fold,
     data: Data<'a>,
-    width: usize,
-    /// The first row of this share.
-    first: usize,
+    /// Where its first row starts.
+    start: usize,
+    along: Along,
     o: &'a mut [f32],
 }
 
-impl Task for Rows<'_> {
+/// What is folded to one number.
+#[derive(Clone, Copy)]
+enum Along {
+    /// Each row of `width` elements.
+    Row { width: usize },
+    /// Each column of `rows` rows.
+    Column { rows: usize },
+}
+
+impl Task for Share<'_> {
     #[inline(always)]
     fn run(self) {
         let mut stage = [0.0; BLOCK];
+        match self.along {
+            Along::Row { width } => self.fold_rows(width, &mut stage),
+            Along::Column { rows } => self.fold_columns(rows, &mut stage),
+        }
+    }
+}
+
+impl Share<'_> {
+    #[inline(always)]
+    fn fold_rows(self, width: usize, stage: &mut [f32; BLOCK]) {
         for (i, o) in self.o.iter_mut().enumerate() {
-            let start = (self.first + i) * self.width;
+            let start = self.start + i * width;
             let mut lanes = [self.fold.start(); LANES];
-            for column in (0..self.width).step_by(BLOCK) {
-                let len = BLOCK.min(self.width - column);
+            for column in (0..width).step_by(BLOCK) {
+                let len = BLOCK.min(width - column);
                 let block = self.data.widen(start + column, &mut stage[..len]);
                 let (whole, rest) = block.as_chunks::<LANES>();
                 whole.iter().for_each(|part| self.fold.each(&mut lanes, part));
@@ -408,6 +428,19 @@ impl Task for Rows<'_> {
                 half /= 2;
             }
             *o = lanes[0];
+        }
+    }
+
+    #[inline(always)]
+    fn fold_columns(self, rows: usize, stage: &mut [f32; BLOCK]) {
+        self.o.fill(self.fold.start());
+        let width = self.o.len();
+        for row in 0..rows {
+            for (i, o) in self.o.chunks_mut(BLOCK).enumerate() {
+                let at = self.start + row * width + i * BLOCK;
+                let block = self.data.widen(at, &mut stage[..o.len()]);
+                self.fold.each(o, block);
+            }
         }
     }
 }
@@ -429,7 +462,8 @@ pub(super) fn fold_columns(
     o.as_mut_slice::<f32>()?.par_chunks_mut(inner.max(1)).enumerate().for_each(|(i, o)| {
         let (outer, first) = (i / parts, i % parts * part);
         let rows = part.min(n - first);
-        run(Columns { fold, data, start: (outer * n + first) * inner, rows, o });
+        let start = (outer * n + first) * inner;
+        run(Share { fold, data, start, along: Along::Column { rows }, o });
     });
     match parts {
         1 => Ok(o),
@@ -447,32 +481,8 @@ fn fold_parts(
     let mut o = Buffer::unfilled(DType::F32, shape)?;
     let data = Data::of(x.view())?;
     o.as_mut_slice::<f32>()?.chunks_mut(inner.max(1)).enumerate().for_each(|(outer, o)| {
-        run(Columns { fold, data, start: outer * parts * inner, rows: parts, o });
+        let start = outer * parts * inner;
+        run(Share { fold, data, start, along: Along::Column { rows: parts }, o });
     });
     Ok(o)
-}
-
-struct Columns<'a> {
-    fold: Fold,
-    data: Data<'a>,
-    /// Where the first row of this share starts.
-    start: usize,
-    rows: usize,
-    o: &'a mut [f32],
-}
-
-impl Task for Columns<'_> {
-    #[inline(always)]
-    fn run(self) {
-        let mut stage = [0.0; BLOCK];
-        self.o.fill(self.fold.start());
-        let width = self.o.len();
-        for row in 0..self.rows {
-            for (i, o) in self.o.chunks_mut(BLOCK).enumerate() {
-                let at = self.start + row * width + i * BLOCK;
-                let block = self.data.widen(at, &mut stage[..o.len()]);
-                self.fold.each(o, block);
-            }
-        }
-    }
 }
