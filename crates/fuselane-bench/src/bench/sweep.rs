@@ -12,7 +12,7 @@ use super::process::{Silence, Worker};
 use super::select::Table;
 use super::statistics::Spread;
 use super::truth::{Truth, tolerance};
-use crate::case::{Metric, Mode, bytes_of};
+use crate::case::{Metric, Mode, TensorSpec, bytes_of};
 use crate::gpu::Gpu;
 use crate::machine::Machine;
 use crate::peers::{Peer, Start};
@@ -74,13 +74,23 @@ impl From<String> for Stop {
 
 /// A worker is one provider in one regime; memory is measured in a process of its own, and so is
 /// the rate on one thread.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     provider: &'static str,
     alloc: Alloc,
     threads: usize,
     memory: bool,
 }
+
+impl Key {
+    /// The worker that is timed.
+    fn timed(peer: &dyn Peer, alloc: Alloc, threads: usize) -> Self {
+        Self { provider: peer.name(), alloc, threads, memory: false }
+    }
+}
+
+/// What a worker gives. The error of the inner result is a note: this provider has no answer, others may.
+type Answer<T> = Result<Result<T, String>, Stop>;
 
 pub(super) struct Sweep<'a> {
     pub(super) peers: &'a [Box<dyn Peer>],
@@ -127,6 +137,21 @@ impl State {
 
     fn wrong(error: f64, note: String) -> Self {
         Self::Out { error: Some(error.min(f64::MAX)), note, again: false }
+    }
+}
+
+/// A row of a table: one size in one regime.
+#[derive(Clone, Copy)]
+struct Row<'t> {
+    table: &'t Table,
+    n: usize,
+    alloc: Alloc,
+}
+
+impl Row<'_> {
+    /// The inputs of its call.
+    fn inputs(self) -> Vec<TensorSpec> {
+        self.table.case.inputs(self.table.mode, self.n, self.table.dtype.0)
     }
 }
 
@@ -182,9 +207,10 @@ impl<'a> Sweep<'a> {
         }
         self.folder.forget(&table.name, n, alloc)?;
         self.row_memory = self.memory_of(table, n);
+        let row = Row { table, n, alloc };
         let mut records = match table.metric {
-            Metric::Speed => self.speed(table, n, alloc, &peers)?,
-            Metric::Memory => self.memory(table, n, alloc, &peers)?,
+            Metric::Speed => self.speed(row, &peers)?,
+            Metric::Memory => self.memory(row, &peers)?,
         };
         let device = self.folder.run.gpu.as_ref().map(|gpu| &gpu.name);
         for record in &mut records {
@@ -194,20 +220,15 @@ impl<'a> Sweep<'a> {
         Ok(records)
     }
 
-    fn speed(
-        &mut self,
-        table: &Table,
-        n: usize,
-        alloc: Alloc,
-        peers: &[&'a dyn Peer],
-    ) -> Result<Vec<Record>, Stop> {
+    fn speed(&mut self, row: Row<'_>, peers: &[&'a dyn Peer]) -> Result<Vec<Record>, Stop> {
+        let Row { table, n, alloc } = row;
         let Table { case, mode, dtype, .. } = table;
         let rate = self.rate(table)?;
-        let specs = case.inputs(*mode, n, dtype.0);
+        let specs = row.inputs();
         let moved = case.moved_bytes(*mode, n, dtype.0);
         let mut states: BTreeMap<&str, State> = BTreeMap::new();
 
-        let (mapped, refused) = self.fit(table, n, peers);
+        let (mapped, refused) = self.fit(row, peers);
         for (name, note) in refused {
             states.insert(name, State::out(note));
         }
@@ -216,10 +237,10 @@ impl<'a> Sweep<'a> {
         if !left.is_empty() {
             let inputs = match self.inputs.provide(&specs) {
                 Ok(inputs) => inputs,
-                Err(why) => return Ok(without_inputs(table, n, alloc, peers, &why)),
+                Err(why) => return Ok(without_inputs(row, peers, &why)),
             };
             let truth = Truth::of(case, *mode, n, dtype.0, &inputs)?;
-            let mut job = self.job(table, n, alloc, inputs);
+            let mut job = self.job(row, inputs);
             job.mapped = mapped;
             // All prepare at the same time, as compilers take a while, mostly on one thread; but for the
             // copy, which finds out what is fastest.
@@ -228,7 +249,7 @@ impl<'a> Sweep<'a> {
             let mut sent = Vec::new();
             for &peer in &others {
                 let request = Request::Prepare { job: job.clone() };
-                sent.push(self.send(peer, alloc, self.threads, false, &request)?);
+                sent.push(self.send(peer, Key::timed(peer, alloc, self.threads), &request)?);
             }
             for (&peer, sent) in others.iter().zip(sent) {
                 states.insert(peer.name(), self.prepared(peer, &job, sent, Some(&truth))?);
@@ -238,12 +259,12 @@ impl<'a> Sweep<'a> {
                 let job = Job { n, inputs: Vec::new(), ..job.clone() };
                 self.pause();
                 let request = Request::Prepare { job: job.clone() };
-                let sent = self.send(peer, alloc, self.threads, false, &request)?;
+                let sent = self.send(peer, Key::timed(peer, alloc, self.threads), &request)?;
                 states.insert(peer.name(), self.prepared(peer, &job, sent, None)?);
             }
             self.rounds(alloc, &left, &mut states)?;
             for &peer in &left {
-                let _ = self.ask(peer, alloc, self.threads, false, &Request::Release)?;
+                let _ = self.ask(peer, Key::timed(peer, alloc, self.threads), &Request::Release)?;
             }
         }
 
@@ -259,7 +280,7 @@ impl<'a> Sweep<'a> {
         for &peer in peers {
             let name = peer.name();
             let spread = spreads.get(name);
-            let mut record = blank(table, n, name, alloc);
+            let mut record = blank(row, name);
             record.bytes = Some(moved);
             if let Some(spread) = spread {
                 record.value = Some(spread.median / 1e6);
@@ -290,7 +311,8 @@ impl<'a> Sweep<'a> {
         Ok(records)
     }
 
-    fn job(&self, table: &Table, n: usize, alloc: Alloc, inputs: Vec<Input>) -> Job {
+    fn job(&self, row: Row<'_>, inputs: Vec<Input>) -> Job {
+        let Row { table, n, alloc } = row;
         Job {
             operator: table.case.operator,
             mode: table.mode,
@@ -312,9 +334,9 @@ impl<'a> Sweep<'a> {
         sent: Result<(), String>,
         truth: Option<&Truth>,
     ) -> Result<State, Stop> {
-        let alloc = job.alloc;
+        let key = Key::timed(peer, job.alloc, job.threads);
         let answer = match sent {
-            Ok(()) => self.receive(peer, alloc, job.threads, false)?,
+            Ok(()) => self.receive(key)?,
             Err(note) => Err(note),
         };
         match answer {
@@ -330,7 +352,7 @@ impl<'a> Sweep<'a> {
                 return Err(Stop::Failed(format!("cannot make {}", folder.display())));
             }
             let request = Request::Outputs { samples: truth.samples(), folder: folder.clone() };
-            match self.ask(peer, alloc, job.threads, false, &request)? {
+            match self.ask(peer, key, &request)? {
                 Ok(Reply::Written) => {}
                 Ok(other) => return Ok(State::refused(other)),
                 Err(note) => return Ok(State::out(note)),
@@ -391,9 +413,9 @@ impl<'a> Sweep<'a> {
                     calls: if first { 1 } else { calls },
                     settle: !first && *estimate < 20e6,
                 };
-                let threads = self.threads;
+                let key = Key::timed(peer, alloc, self.threads);
                 paused += self.pause();
-                let note = match self.ask(peer, alloc, threads, false, &request)? {
+                let note = match self.ask(peer, key, &request)? {
                     Ok(Reply::Times { ns: times }) => {
                         let times: Vec<f64> = times.iter().map(|&ns| ns as f64).collect();
                         *estimate = Spread::of(&times).map_or(0.0, |spread| spread.median);
@@ -443,46 +465,44 @@ impl<'a> Sweep<'a> {
         };
         let mut rate = None;
         if moved(n) > 0 {
-            let inputs = self.inputs.provide(&small.case.inputs(small.mode, n, small.dtype.0))?;
-            let job = Job { threads: 1, ..self.job(&small, n, Alloc::Warm, inputs) };
+            let row = Row { table: &small, n, alloc: Alloc::Warm };
+            let inputs = self.inputs.provide(&row.inputs())?;
+            let job = Job { threads: 1, ..self.job(row, inputs) };
             let request = Request::Prepare { job };
-            if let Ok(Reply::Ready) = self.ask(peer, Alloc::Warm, 1, false, &request)? {
+            let key = Key::timed(peer, Alloc::Warm, 1);
+            if let Ok(Reply::Ready) = self.ask(peer, key, &request)? {
                 self.pause();
                 let request = Request::Round { calls: 200, settle: true };
-                if let Ok(Reply::Times { ns }) = self.ask(peer, Alloc::Warm, 1, false, &request)? {
+                if let Ok(Reply::Times { ns }) = self.ask(peer, key, &request)? {
                     let ns: Vec<f64> = ns.iter().map(|&ns| ns as f64).collect();
                     rate = Spread::of(&ns).map(|spread| moved(n) as f64 / spread.median * 1e9);
                 }
-                let _ = self.ask(peer, Alloc::Warm, 1, false, &Request::Release)?;
+                let _ = self.ask(peer, key, &Request::Release)?;
             }
         }
         self.rates.insert(table.name.clone(), rate);
         Ok(rate)
     }
 
-    fn memory(
-        &mut self,
-        table: &Table,
-        n: usize,
-        alloc: Alloc,
-        peers: &[&'a dyn Peer],
-    ) -> Result<Vec<Record>, Stop> {
+    fn memory(&mut self, row: Row<'_>, peers: &[&'a dyn Peer]) -> Result<Vec<Record>, Stop> {
+        let Row { table, n, alloc } = row;
         let Table { case, mode, dtype, .. } = table;
-        let specs = case.inputs(*mode, n, dtype.0);
+        let specs = row.inputs();
         let mut records = Vec::new();
         for &peer in peers {
-            let mut record = blank(table, n, peer.name(), alloc);
+            let mut record = blank(row, peer.name());
             record.least_bytes = Some(case.least_extra_bytes(*mode, n, dtype.0));
-            let (mapped, mut refused) = self.fit(table, n, &[peer]);
+            let (mapped, mut refused) = self.fit(row, &[peer]);
             let answer = match refused.pop() {
                 Some((_, note)) => Err(note),
                 None => {
                     let inputs = match self.inputs.provide(&specs) {
                         Ok(inputs) => inputs,
-                        Err(why) => return Ok(without_inputs(table, n, alloc, peers, &why)),
+                        Err(why) => return Ok(without_inputs(row, peers, &why)),
                     };
-                    let job = Job { mapped, ..self.job(table, n, alloc, inputs) };
-                    self.ask(peer, alloc, self.threads, true, &Request::Memory { job })?
+                    let job = Job { mapped, ..self.job(row, inputs) };
+                    let key = Key { memory: true, ..Key::timed(peer, alloc, self.threads) };
+                    self.ask(peer, key, &Request::Memory { job })?
                 }
             };
             match answer {
@@ -491,7 +511,7 @@ impl<'a> Sweep<'a> {
                     (record.ok, record.calls) = (true, 1);
                     record.bytes = Some(extra_bytes);
                     record.value = Some(all as f64 / MIB);
-                    if let Some(wrong) = self.wrong(table, n, peer.name()) {
+                    if let Some(wrong) = self.wrong(row, peer.name()) {
                         (record.ok, record.value) = (false, None);
                         (record.error, record.note) = (Some(wrong), "wrong result".to_owned());
                     }
@@ -508,7 +528,8 @@ impl<'a> Sweep<'a> {
     }
 
     /// The error of a result that the speed table of the same call has found wrong.
-    fn wrong(&self, table: &Table, n: usize, provider: &str) -> Option<f64> {
+    fn wrong(&self, row: Row<'_>, provider: &str) -> Option<f64> {
+        let Row { table, n, .. } = row;
         let speed = table.case.table(Metric::Speed, table.mode, table.dtype.0);
         let of_call = |record: &&Record| (&*record.table, record.n) == (&*speed, n);
         let records = self.folder.records.iter().filter(of_call);
@@ -517,17 +538,12 @@ impl<'a> Sweep<'a> {
 
     /// Which providers a row has memory for: whether inputs have to be shared for that, and those
     /// that have to stay out, with a note.
-    fn fit(
-        &mut self,
-        table: &Table,
-        n: usize,
-        peers: &[&'a dyn Peer],
-    ) -> (bool, Vec<(&'static str, String)>) {
-        let Table { case, mode, dtype, .. } = table;
+    fn fit(&mut self, row: Row<'_>, peers: &[&'a dyn Peer]) -> (bool, Vec<(&'static str, String)>) {
+        let Row { table, n, .. } = row;
         if let Some(note) = self.folder.run.gpu.as_ref().and_then(|gpu| refused_by(gpu, table, n)) {
             return (false, peers.iter().map(|peer| (peer.name(), note.clone())).collect());
         }
-        let specs = case.inputs(*mode, n, dtype.0);
+        let specs = row.inputs();
         let inputs = bytes_of(&specs) as f64;
         // Bytes of each provider, and how many of them are inputs that could be shared.
         type Need = (&'static str, f64, f64);
@@ -581,36 +597,20 @@ impl<'a> Sweep<'a> {
         (true, refused)
     }
 
-    /// Asks a provider's worker, which is started if it is not up. The error of the inner result
-    /// is a note: this provider has no answer, others may.
-    fn ask(
-        &mut self,
-        peer: &'a dyn Peer,
-        alloc: Alloc,
-        threads: usize,
-        memory: bool,
-        request: &Request,
-    ) -> Result<Result<Reply, String>, Stop> {
-        match self.send(peer, alloc, threads, memory, request)? {
-            Ok(()) => self.receive(peer, alloc, threads, memory),
+    /// Asks a provider's worker, which is started if it is not up.
+    fn ask(&mut self, peer: &'a dyn Peer, key: Key, request: &Request) -> Answer<Reply> {
+        match self.send(peer, key, request)? {
+            Ok(()) => self.receive(key),
             Err(note) => Ok(Err(note)),
         }
     }
 
     /// [`Sweep::ask`], without waiting for the answer, which [`Sweep::receive`] does.
-    fn send(
-        &mut self,
-        peer: &'a dyn Peer,
-        alloc: Alloc,
-        threads: usize,
-        memory: bool,
-        request: &Request,
-    ) -> Result<Result<(), String>, Stop> {
+    fn send(&mut self, peer: &'a dyn Peer, key: Key, request: &Request) -> Answer<()> {
         if interrupt::asked() {
             return Err(Stop::Interrupted);
         }
-        let key = Key { provider: peer.name(), alloc, threads, memory };
-        let deaths = self.deaths.get(peer.name());
+        let deaths = self.deaths.get(key.provider);
         if let Some(Deaths { memory, last, .. }) = deaths.filter(|deaths| deaths.count >= DEATHS)
             && self.row_memory >= *memory
         {
@@ -627,14 +627,7 @@ impl<'a> Sweep<'a> {
     }
 
     /// The answer to what was sent.
-    fn receive(
-        &mut self,
-        peer: &'a dyn Peer,
-        alloc: Alloc,
-        threads: usize,
-        memory: bool,
-    ) -> Result<Result<Reply, String>, Stop> {
-        let key = Key { provider: peer.name(), alloc, threads, memory };
+    fn receive(&mut self, key: Key) -> Answer<Reply> {
         let patience = self.effort.patience;
         let Some(worker) = self.workers.get_mut(&key) else {
             return Ok(Err("its worker is gone".to_owned()));
@@ -642,7 +635,7 @@ impl<'a> Sweep<'a> {
         match worker.answer(patience) {
             Ok(reply) => {
                 if !matches!(reply, Reply::Failed { .. }) {
-                    self.deaths.remove(peer.name()); // it works again
+                    self.deaths.remove(key.provider); // it works again
                 }
                 Ok(Ok(reply))
             }
@@ -679,7 +672,7 @@ impl<'a> Sweep<'a> {
                     self.folder.run.versions.insert(key.provider.to_owned(), versions);
                     self.folder.write_run()?;
                 }
-                Ok(Ok(self.workers.entry(key.clone()).or_insert(worker)))
+                Ok(Ok(self.workers.entry(*key).or_insert(worker)))
             }
         }
     }
@@ -734,23 +727,15 @@ fn refusal(reply: Reply) -> String {
 }
 
 /// The records of a row whose inputs could not be made.
-fn without_inputs(
-    table: &Table,
-    n: usize,
-    alloc: Alloc,
-    peers: &[&dyn Peer],
-    why: &str,
-) -> Vec<Record> {
-    let record = |peer: &&dyn Peer| Record {
-        note: why.to_owned(),
-        again: true,
-        ..blank(table, n, peer.name(), alloc)
-    };
+fn without_inputs(row: Row<'_>, peers: &[&dyn Peer], why: &str) -> Vec<Record> {
+    let record =
+        |peer: &&dyn Peer| Record { note: why.to_owned(), again: true, ..blank(row, peer.name()) };
     peers.iter().map(record).collect()
 }
 
 /// A record without a result.
-fn blank(table: &Table, n: usize, provider: &str, alloc: Alloc) -> Record {
+fn blank(row: Row<'_>, provider: &str) -> Record {
+    let Row { table, n, alloc } = row;
     Record {
         table: table.name.clone(),
         family: table.case.family.clone(),
