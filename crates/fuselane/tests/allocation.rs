@@ -182,20 +182,17 @@ fn nothing_of_tensor_size() {
                 let rotate = Rotate { act, layout, ..Rotate::default() };
                 let theta = View::new(&theta[..heads * 64], &half)?;
                 rotate.forward_into(x4, theta, ViewMut::new(&mut o, &shape)?)?;
-                rotate.backward_into(RotateBackward {
-                    x: Some(x4),
-                    grad: grad4,
-                    angles: theta.into(),
-                    dx: Some(ViewMut::new(&mut dx, &shape)?),
-                    dtheta: None,
-                })?;
-                rotate.backward_into(RotateBackward {
-                    x: Some(x4),
-                    grad: grad4,
-                    angles: theta.into(),
-                    dx: Some(ViewMut::new(&mut dx, &shape)?),
-                    dtheta: Some(ViewMut::new(&mut dtheta[..heads * 64], &half)?),
-                })
+                for learned in [false, true] {
+                    let dtheta = ViewMut::new(&mut dtheta[..heads * 64], &half)?;
+                    rotate.backward_into(RotateBackward {
+                        x: Some(x4),
+                        grad: grad4,
+                        angles: theta.into(),
+                        dx: Some(ViewMut::new(&mut dx, &shape)?),
+                        dtheta: Some(dtheta).filter(|_| learned),
+                    })?;
+                }
+                Ok(())
             });
             let full = [heads, 128];
             let wide_shape = [shape[0], shape[1], shape[2], 256];

@@ -60,6 +60,21 @@ fn fault<T: PartialEq + std::fmt::Debug>(
     run(check, call).unwrap_err().argument()
 }
 
+/// The tensors of a call, two of which are read.
+type Three = (View<'static>, View<'static>, ViewMut<'static>);
+
+/// [`run`] for functions of some options and of such tensors.
+fn run_three<O: Copy, T: PartialEq + std::fmt::Debug>(
+    options: O,
+    views: impl Fn(Place) -> Three,
+    check: impl Fn(O, View<'static>, View<'static>, ViewMut<'static>) -> Result<T>,
+    call: impl Fn(O, View<'static>, View<'static>, ViewMut<'static>) -> Result<()>,
+) -> Result<T> {
+    let checked = |(a, b, output): Three| check(options, a, b, output);
+    let called = |(a, b, output): Three| call(options, a, b, output);
+    run(|at| checked(views(at)), |at| called(views(at)))
+}
+
 #[test]
 fn act() {
     let forward = |act: Act, x: (usize, DType, &[usize]), o: (usize, DType, &[usize])| {
@@ -95,35 +110,18 @@ fn act() {
         run(|at| act.check_in_place(dense(at)), |at| act.forward_in_place(dense(at))).unwrap();
     }
 
-    let views = |at: Place, grad: &[usize], dx: usize| {
-        (at.input(0, F32, &[4, 5]), at.input(1, F32, grad), at.output(dx, F32, &[4, 5]))
-    };
     for (act, grad, dx) in [
         (Act::Tanh, &[4usize, 5][..], 2),
         (Act::Tanh, &[5, 4], 2),
         (Act::Tanh, &[4, 5], 1),
         (Act::Gelu, &[4, 5], 2),
     ] {
-        let from_input = run(
-            |at| {
-                let (x, grad, dx) = views(at, grad, dx);
-                act.check_backward(x, grad, dx)
-            },
-            |at| {
-                let (x, grad, dx) = views(at, grad, dx);
-                act.backward_into(x, grad, dx)
-            },
-        );
-        let from_output = run(
-            |at| {
-                let (o, grad, dx) = views(at, grad, dx);
-                act.check_backward_from_output(o, grad, dx)
-            },
-            |at| {
-                let (o, grad, dx) = views(at, grad, dx);
-                act.backward_from_output_into(o, grad, dx)
-            },
-        );
+        let views = |at: Place| {
+            (at.input(0, F32, &[4, 5]), at.input(1, F32, grad), at.output(dx, F32, &[4, 5]))
+        };
+        let from_input = run_three(act, views, Act::check_backward, Act::backward_into);
+        let (check, call) = (Act::check_backward_from_output, Act::backward_from_output_into);
+        let from_output = run_three(act, views, check, call);
         assert_eq!(from_input.is_ok(), grad == [4, 5] && dx == 2);
         assert_eq!(from_output.is_ok(), act == Act::Tanh && from_input.is_ok());
     }
@@ -143,26 +141,11 @@ fn softmax() {
                 let (x, grad) = (at.input(0, F32, &shape), at.input(1, grad_dtype, &shape));
                 (x, grad, at.output(out, F32, &shape))
             };
-            let backward = run(
-                |at| {
-                    let (o, grad, dx) = views(at);
-                    softmax.check_backward(o, grad, dx)
-                },
-                |at| {
-                    let (o, grad, dx) = views(at);
-                    softmax.backward_into(o, grad, dx)
-                },
-            );
-            let from_input = run(
-                |at| {
-                    let (x, grad, dx) = views(at);
-                    softmax.check_backward_from_input(x, grad, dx)
-                },
-                |at| {
-                    let (x, grad, dx) = views(at);
-                    softmax.backward_from_input_into(x, grad, dx)
-                },
-            );
+            let (check, call) = (Softmax::check_backward, Softmax::backward_into);
+            let backward = run_three(&softmax, views, check, call);
+            let (check, call) =
+                (Softmax::check_backward_from_input, Softmax::backward_from_input_into);
+            let from_input = run_three(&softmax, views, check, call);
             assert_eq!(forward.ok(), given.filter(|_| out == 2));
             let backward_given = given.filter(|_| out == 2 && grad_dtype == F32);
             assert_eq!((backward.ok(), from_input.ok()), (backward_given, backward_given));
@@ -293,15 +276,11 @@ fn rotate_forward() {
                 at.output(o.0, o.1, o.2),
             )
         };
-        run(
-            |at| {
-                let (x, theta, o) = views(at);
-                options.check_forward(x, theta.into(), o)
-            },
-            |at| {
-                let (x, theta, o) = views(at);
-                options.forward_into(x, theta, o)
-            },
+        run_three(
+            &options,
+            views,
+            |options, x, theta, o| options.check_forward(x, theta.into(), o),
+            |options, x, theta, o| options.forward_into(x, theta, o),
         )
     };
     let (plain, o) = (Rotate::default(), (1, DType::BF16, &shape[..]));
@@ -421,15 +400,11 @@ fn cosine() {
     let forward = |theta: &[usize], o: &[usize]| {
         let views =
             |at: Place| (at.input(0, F32, &x), at.input(2, F32, theta), at.output(1, F32, o));
-        run(
-            |at| {
-                let (x, theta, o) = views(at);
-                options.check_forward(x, theta.into(), o)
-            },
-            |at| {
-                let (x, theta, o) = views(at);
-                options.forward_into(x, theta, o)
-            },
+        run_three(
+            &options,
+            views,
+            |options, x, theta, o| options.check_forward(x, theta.into(), o),
+            |options, x, theta, o| options.forward_into(x, theta, o),
         )
     };
     let encoding = forward(&[2, 3], &o).unwrap();
