@@ -34,6 +34,12 @@ struct Direct {
     parameters: Vec<Vec<Parameter>>,
     from_python: FromPython,
     to_python: ToPython,
+    watched: Watched,
+}
+
+/// What PyTorch has in Python that tells whether a call is plain.
+#[derive(FromPyObject)]
+pub(crate) struct Watched {
     /// `torch.Tensor` and `torch.nn.Parameter`.
     types: [Py<PyAny>; 2],
     /// `torch.Tensor.is_neg`
@@ -52,14 +58,7 @@ static DIRECT: OnceLock<Direct> = OnceLock::new();
 
 /// Prepares [`torch_call`]. Whether this PyTorch has what it needs.
 #[pyfunction]
-pub(crate) fn prepare_torch_call(
-    types: [Py<PyAny>; 2],
-    is_neg: Py<PyAny>,
-    modes: Py<PyAny>,
-    profiler: Py<PyAny>,
-    forward_ad: Py<PyAny>,
-    levels: [Py<PyAny>; 2],
-) -> bool {
+pub(crate) fn prepare_torch_call(watched: Watched) -> bool {
     let found = ["torch_tensor_from_pyobject\0", "torch_tensor_to_pyobject\0"].map(torch::optional);
     let [Some(from_python), Some(to_python)] = found else { return false };
     // SAFETY: PyTorch's headers declare the functions with these types.
@@ -71,17 +70,7 @@ pub(crate) fn prepare_torch_call(
     };
     let kinds = |op: &Op| op.parameters().into_iter().map(|(_, kind)| kind).collect();
     let parameters = OPS.iter().map(kinds).collect();
-    let direct = Direct {
-        parameters,
-        from_python,
-        to_python,
-        types,
-        is_neg,
-        modes,
-        profiler,
-        forward_ad,
-        levels,
-    };
+    let direct = Direct { parameters, from_python, to_python, watched };
     DIRECT.get_or_init(|| direct);
     true
 }
@@ -153,7 +142,7 @@ impl Arguments {
             Parameter::Tensor | Parameter::OptionalTensor => {
                 // SAFETY: an object has a type.
                 let kind = unsafe { ffi::Py_TYPE(object.as_ptr()) }.cast();
-                match direct.types.iter().any(|plain| plain.as_ptr() == kind) {
+                match direct.watched.types.iter().any(|plain| plain.as_ptr() == kind) {
                     true => self.tensor(direct, object),
                     false => Ok(None),
                 }
@@ -187,7 +176,7 @@ impl Arguments {
         }
         let Some(raw) = self.tensors.own_plain(tensor) else { return Ok(None) };
         // A view that stands for the negative of its memory.
-        if direct.is_neg.bind(object.py()).call1((object,))?.is_truthy()? {
+        if direct.watched.is_neg.bind(object.py()).call1((object,))?.is_truthy()? {
             return Ok(None);
         }
         self.bytes += raw.bytes();
@@ -254,13 +243,15 @@ pub(crate) fn torch_call<'py>(
     let (Some(op), Some(parameters)) = (OPS.get(number), direct.parameters.get(number)) else {
         return Err(PyValueError::new_err(format!("there is no operator {number}")));
     };
-    if direct.modes.bind(py).call0()?.is_truthy()?
-        || direct.profiler.bind(py).getattr(intern!(py, "_is_profiler_enabled"))?.is_truthy()?
-        || direct.forward_ad.bind(py).getattr(intern!(py, "_current_level"))?.extract::<i64>()? >= 0
+    let watched = &direct.watched;
+    if watched.modes.bind(py).call0()?.is_truthy()?
+        || watched.profiler.bind(py).getattr(intern!(py, "_is_profiler_enabled"))?.is_truthy()?
+        || watched.forward_ad.bind(py).getattr(intern!(py, "_current_level"))?.extract::<i64>()?
+            >= 0
     {
         return Ok(None);
     }
-    for level in &direct.levels {
+    for level in &watched.levels {
         if !level.bind(py).call0()?.is_none() {
             return Ok(None);
         }

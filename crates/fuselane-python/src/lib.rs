@@ -29,7 +29,7 @@ mod _native {
     #[pymodule_export]
     use crate::direct::{prepare_torch_call, torch_call};
     #[pymodule_export]
-    use crate::theta::{Table, attention_factor, frequencies};
+    use crate::theta::{Table, theta};
 
     #[pymodule_export]
     const VERSION: &str = env!("CARGO_PKG_VERSION");

@@ -6,9 +6,12 @@ use pyo3::prelude::*;
 use crate::fault::Fault;
 use crate::ops;
 
+/// dim / 2 frequencies, highest first, and what queries and keys are multiplied by, beside.
+///
 /// `scaling` is none, linear, ntk, llama3 or yarn; `low` and `high` are the limits of the last two
 /// (their own, where they are not given).
-fn schedule(
+#[pyfunction]
+pub(crate) fn theta(
     dim: usize,
     base: f64,
     scaling: &str,
@@ -16,7 +19,7 @@ fn schedule(
     original_max_position: usize,
     low: Option<f64>,
     high: Option<f64>,
-) -> Result<Theta, Fault> {
+) -> PyResult<(Vec<f64>, f64)> {
     let scaling = match scaling {
         "none" => Scaling::None,
         "linear" => Scaling::Linear { factor },
@@ -34,41 +37,14 @@ fn schedule(
             beta_slow: low.unwrap_or(1.0),
         },
         other => {
-            return Err(Fault::value(format!(
+            let fault = Fault::value(format!(
                 "theta: scaling is {other:?}, expected none, linear, ntk, llama3 or yarn"
-            )));
+            ));
+            return Err(fault.into());
         }
     };
-    Ok(Theta { dim, base, scaling })
-}
-
-/// dim / 2 frequencies, highest first.
-#[pyfunction]
-pub(crate) fn frequencies(
-    dim: usize,
-    base: f64,
-    scaling: &str,
-    factor: f64,
-    original_max_position: usize,
-    low: Option<f64>,
-    high: Option<f64>,
-) -> PyResult<Vec<f64>> {
-    let theta = schedule(dim, base, scaling, factor, original_max_position, low, high)?;
-    Ok(theta.frequencies().map_err(Fault::from)?)
-}
-
-/// What queries and keys are multiplied by, beside.
-#[pyfunction]
-pub(crate) fn attention_factor(
-    dim: usize,
-    base: f64,
-    scaling: &str,
-    factor: f64,
-    original_max_position: usize,
-) -> PyResult<f64> {
-    let theta = schedule(dim, base, scaling, factor, original_max_position, None, None)?;
-    theta.frequencies().map_err(Fault::from)?;
-    Ok(theta.attention_factor())
+    let theta = Theta { dim, base, scaling };
+    Ok((theta.frequencies().map_err(Fault::from)?, theta.attention_factor()))
 }
 
 /// A table of angles, which operators find by its number.

@@ -34,7 +34,7 @@ def frequencies(
         >>> fuselane.theta.frequencies(4)
         [1.0, 0.01]
     """
-    return _native.frequencies(dim, base, scaling, factor, original_max_position, low, high)
+    return _native.theta(dim, base, scaling, factor, original_max_position, low, high)[0]
 
 
 def attention_factor(
@@ -51,7 +51,7 @@ def attention_factor(
         >>> fuselane.theta.attention_factor(128, scaling="yarn", factor=4.0)
         1.138629436111989
     """
-    return _native.attention_factor(dim, base, scaling, factor, original_max_position)
+    return _native.theta(dim, base, scaling, factor, original_max_position, None, None)[1]
 
 
 class AngleTable:

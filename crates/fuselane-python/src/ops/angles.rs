@@ -5,9 +5,9 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
-use fuselane::{AngleTable, Angles, FusedAct, Positions, TokenLayout};
+use fuselane::{AngleTable, Angles, FusedAct, Positions, RotateBackward, TokenLayout};
 
-use super::{Edge, act_of};
+use super::{Edge, act_of, view, view_mut};
 use crate::fault::Fault;
 use crate::lock::Lock;
 use crate::raw::Raw;
@@ -163,5 +163,21 @@ impl Checked {
             Some(table) => Ok(Angles::Table(table)),
             None => Ok(Angles::Theta(self.theta.view(operator, "theta")?)),
         }
+    }
+
+    /// The operands of a backward, which are the same for both.
+    pub(super) fn backward<'a>(
+        &'a self,
+        operator: &str,
+        (grad, x): (&'a Raw, &'a Option<Raw>),
+        (dx, dtheta): (&'a Option<Raw>, &'a Option<Raw>),
+    ) -> Result<RotateBackward<'a>, Fault> {
+        Ok(RotateBackward {
+            x: view(operator, "x", x)?,
+            grad: grad.view(operator, "grad")?,
+            angles: self.angles(operator)?,
+            dx: view_mut(operator, "dx", dx)?,
+            dtheta: view_mut(operator, "dtheta", dtheta)?,
+        })
     }
 }

@@ -1,9 +1,9 @@
 //! Cosine encoding with a fused activation.
 
-use fuselane::{Cosine, CosineBackward};
+use fuselane::{Cosine, CosineBackward, RotateBackward};
 
 use super::angles::{Arguments, Checked};
-use super::{Edge, Op, check, no_output, output, output_like, view, view_mut};
+use super::{Edge, Op, check, no_output, output, output_like};
 use crate::fault::Fault;
 use crate::raw::Raw;
 use crate::threads;
@@ -71,12 +71,8 @@ fn backward(edge: &mut dyn Edge) -> Result<(), Fault> {
         false => no_output(edge, theta_dtype)?,
     };
     threads::run(2 * grad.bytes(), || {
-        Ok(options(&call).backward_into(CosineBackward {
-            x: view(NAME, "x", &x)?,
-            grad: grad.view(NAME, "grad")?,
-            angles: call.angles(NAME)?,
-            dx: view_mut(NAME, "dx", &dx)?,
-            dtheta: view_mut(NAME, "dtheta", &dtheta)?,
-        })?)
+        let operands = call.backward(NAME, (&grad, &x), (&dx, &dtheta))?;
+        let RotateBackward { x, grad, angles, dx, dtheta } = operands;
+        Ok(options(&call).backward_into(CosineBackward { x, grad, angles, dx, dtheta })?)
     })
 }

@@ -1,9 +1,9 @@
 //! Rotary encoding with a fused activation.
 
-use fuselane::{Pairing, Partial, Rotate, RotateBackward};
+use fuselane::{Pairing, Partial, Rotate};
 
 use super::angles::{Arguments, Checked};
-use super::{Edge, Op, check, no_output, output_like, view, view_mut};
+use super::{Edge, Op, check, no_output, output_like};
 use crate::fault::Fault;
 use crate::threads;
 
@@ -78,12 +78,7 @@ fn backward(edge: &mut dyn Edge) -> Result<(), Fault> {
         false => no_output(edge, theta_dtype)?,
     };
     threads::run(3 * grad.bytes(), || {
-        Ok(turn.options(&call).backward_into(RotateBackward {
-            x: view(NAME, "x", &x)?,
-            grad: grad.view(NAME, "grad")?,
-            angles: call.angles(NAME)?,
-            dx: view_mut(NAME, "dx", &dx)?,
-            dtheta: view_mut(NAME, "dtheta", &dtheta)?,
-        })?)
+        let operands = call.backward(NAME, (&grad, &x), (&dx, &dtheta))?;
+        Ok(turn.options(&call).backward_into(operands)?)
     })
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import glob
 import os
+from types import SimpleNamespace
 from typing import Any, Callable
 
 import torch
@@ -69,13 +70,17 @@ def _prepare_direct() -> bool:
     if FALLBACK_REASON is not None or os.environ.get("FUSELANE_TORCH_DIRECT") == "0":
         return False
     try:
-        modes, profiler = torch._C._len_torch_dispatch_stack, torch.autograd.profiler
-        forward_ad = torch.autograd.forward_ad
-        profiler._is_profiler_enabled, forward_ad._current_level  # noqa: B018: have to be there
-        levels = [torch._C._functorch.maybe_current_level, torch._C._get_tracing_state]
-        types = [torch.Tensor, torch.nn.Parameter]
-        is_neg = torch.Tensor.is_neg
-        if not _native.prepare_torch_call(types, is_neg, modes, profiler, forward_ad, levels):
+        watched = SimpleNamespace(
+            types=[torch.Tensor, torch.nn.Parameter],
+            is_neg=torch.Tensor.is_neg,
+            modes=torch._C._len_torch_dispatch_stack,
+            profiler=torch.autograd.profiler,
+            forward_ad=torch.autograd.forward_ad,
+            levels=[torch._C._functorch.maybe_current_level, torch._C._get_tracing_state],
+        )
+        # Have to be there:
+        watched.profiler._is_profiler_enabled, watched.forward_ad._current_level  # noqa: B018
+        if not _native.prepare_torch_call(watched):
             return False
         # While `torch.compile` traces, nothing goes past the dispatcher.
         torch.compiler.substitute_in_graph(_native.torch_call)(lambda *arguments: None)
