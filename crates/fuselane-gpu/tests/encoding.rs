@@ -5,9 +5,8 @@ mod support;
 
 use fuselane::reference::Random;
 use fuselane::{Act, Cosine, DType, FusedAct, Pairing, Positions, Rotate, View, ViewMut};
-use fuselane_gpu::cosine::{self, CosineBackward};
 use fuselane_gpu::rotate::{self, RotateBackward};
-use fuselane_gpu::{AngleTable, Angles};
+use fuselane_gpu::{AngleTable, Angles, Tensor, cosine};
 use support::{device, devices};
 
 fn numbers(len: usize, seed: u64) -> Vec<f32> {
@@ -20,6 +19,18 @@ fn assert_near(got: &[f32], want: &[f32], tolerance: f32, what: &str) {
     for (i, (got, want)) in got.iter().zip(want).enumerate() {
         assert!((got - want).abs() <= tolerance, "{what} at {i}: {got} for {want}");
     }
+}
+
+/// The operands of a backward that asks for both gradients; those of `rotate` and `cosine` are one type.
+fn all_gradients<'a>(
+    x: &'a Tensor,
+    grad: &'a Tensor,
+    theta: &'a Tensor,
+    dx: &'a mut Tensor,
+    dtheta: &'a mut Tensor,
+) -> RotateBackward<'a> {
+    let (dx, dtheta) = (Some(dx), Some(dtheta));
+    RotateBackward { x: Some(x), grad, angles: Angles::Theta(theta), dx, dtheta }
 }
 
 /// More tokens than blocks of sums, with every kind of activation, in every way of launching.
@@ -60,17 +71,8 @@ fn many_tokens() {
             for _ in 0..2 {
                 let mut dx = device.empty(DType::F32, &shape).unwrap();
                 let mut dtheta = device.empty(DType::F32, &[1, d / 2]).unwrap();
-                rotate::backward_into(
-                    &options,
-                    RotateBackward {
-                        x: Some(&x),
-                        grad: &grad,
-                        angles: Angles::Theta(&theta),
-                        dx: Some(&mut dx),
-                        dtheta: Some(&mut dtheta),
-                    },
-                )
-                .unwrap();
+                let call = all_gradients(&x, &grad, &theta, &mut dx, &mut dtheta);
+                rotate::backward_into(&options, call).unwrap();
                 assert_near(&dx.download::<f32>().unwrap(), &dwant, 4e-6, &what);
                 let dtheta = dtheta.download::<f32>().unwrap();
                 assert_near(&dtheta, &dtheta_want, 2e-6 * largest, &format!("{what}: dtheta"));
@@ -165,13 +167,7 @@ fn refusals_and_empty_calls() {
     let mut dx = x.clone();
     cosine::backward_into(
         &Cosine { layout: fuselane::TokenLayout::TokensHeads, ..Cosine::default() },
-        CosineBackward {
-            x: Some(&x),
-            grad: &grad,
-            angles: Angles::Theta(&theta),
-            dx: Some(&mut dx),
-            dtheta: Some(&mut dtheta),
-        },
+        all_gradients(&x, &grad, &theta, &mut dx, &mut dtheta),
     )
     .unwrap();
     assert_eq!(dtheta.download::<f32>().unwrap(), [0.0; 4]);
