@@ -47,6 +47,11 @@ fn record(provider: &str, n: usize, value: f64) -> Record {
     }
 }
 
+/// One of ours.
+fn ours(n: usize, value: f64) -> Record {
+    record("fuselane", n, value)
+}
+
 fn wrong(provider: &str, n: usize, value: f64, note: &str) -> Record {
     Record { ok: false, note: note.to_owned(), ..record(provider, n, value) }
 }
@@ -88,7 +93,7 @@ fn ratios_are_best_peer_over_ours() {
         record("torch", 256, 3.0),
         record("jax", 256, 2.0),
         record("copy", 256, 0.5),
-        record("fuselane", 256, 1.0),
+        ours(256, 1.0),
         record("fuselane_table", 256, 0.5),
         record("fuselane_python", 256, 0.9),
     ]);
@@ -123,12 +128,12 @@ fn a_run_on_a_gpu_says_so() {
 #[test]
 fn wrong_and_failed_results_never_win() {
     let data = load(&[
-        record("fuselane", 1, 1.0),
+        ours(1, 1.0),
         wrong("torch", 1, 0.1, "off by 3"),
         record("jax", 1, 1.5),
         wrong("fuselane", 2, 0.1, ""),
         record("jax", 2, 1.0),
-        record("fuselane", 3, 1.0),
+        ours(3, 1.0),
         failed("jax", 3, "no memory"),
     ]);
     let rows = &data.tables[0].rows;
@@ -142,8 +147,7 @@ fn wrong_and_failed_results_never_win() {
 
 #[test]
 fn a_summary_has_mean_range_and_median() {
-    let share =
-        |n, value, share| Record { of_copy_limit: Some(share), ..record("fuselane", n, value) };
+    let share = |n, value, share| Record { of_copy_limit: Some(share), ..ours(n, value) };
     let data = load(&[
         share(1, 1.0, 0.5),
         record("torch", 1, 4.0),
@@ -170,7 +174,7 @@ fn idle_calls_do_not_count() {
         idle("torch", 2, 1e-4),
         idle("fuselane", 3, 1e-5),
         idle("torch", 3, 0.0),
-        record("fuselane", 4, 1.0),
+        ours(4, 1.0),
         record("torch", 4, 2.0),
     ];
     let data = load(&records);
@@ -186,9 +190,9 @@ fn idle_calls_do_not_count() {
 #[test]
 fn nothing_but_zeros_or_failures_still_has_a_chart() {
     for records in [
-        vec![record("fuselane", 256, 0.0), record("torch", 256, 0.0)],
+        vec![ours(256, 0.0), record("torch", 256, 0.0)],
         vec![failed("fuselane", 256, "no"), failed("torch", 256, "no")],
-        vec![record("fuselane", 256, f64::NAN)],
+        vec![ours(256, f64::NAN)],
     ] {
         let (page, ..) = report(&records);
         assert_eq!(page.matches("<svg").count(), 1);
@@ -199,8 +203,8 @@ fn nothing_but_zeros_or_failures_still_has_a_chart() {
 #[test]
 fn one_size_or_one_provider_is_enough() {
     for records in [
-        vec![record("fuselane", 256, 1.0), record("torch", 256, 2.0)],
-        vec![record("fuselane", 256, 1.0), record("fuselane", 512, 2.0)],
+        vec![ours(256, 1.0), record("torch", 256, 2.0)],
+        vec![ours(256, 1.0), ours(512, 2.0)],
         vec![record("torch", 256, 1.0)],
         vec![record("copy", 256, 1.0)],
     ] {
@@ -213,11 +217,8 @@ fn one_size_or_one_provider_is_enough() {
 #[test]
 fn notes_are_escaped() {
     let note = "<script>alert(\"1\")</script> & 'more' | ~";
-    let (page, tables, _) = report(&[
-        record("fuselane", 256, 1.0),
-        wrong("torch", 256, 2.0, note),
-        failed("jax", 256, note),
-    ]);
+    let (page, tables, _) =
+        report(&[ours(256, 1.0), wrong("torch", 256, 2.0, note), failed("jax", 256, note)]);
     assert!(!page.contains("<script>alert"));
     let escaped = "&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt; &amp; &#39;more&#39; | ~";
     assert!(page.contains(&format!("title=\"{escaped}\"")));
@@ -232,7 +233,7 @@ fn notes_are_escaped() {
 
 #[test]
 fn published_ratios_stand_beside_ours() {
-    let (page, tables, _) = report(&[record("fuselane", 256, 1.0), record("torch", 256, 2.0)]);
+    let (page, tables, _) = report(&[ours(256, 1.0), record("torch", 256, 2.0)]);
     assert!(page.contains("H100 eager /&nbsp;fused"));
     assert!(tables.contains("H100: compiled / fused"));
     assert!(tables.contains("| 256 | 1.000 | 2.000 | 2.00 | – | 0.33 | 6.98 |"), "{tables}");
@@ -256,9 +257,9 @@ fn memory_has_the_least_possible() {
 fn regimes_are_tables_of_their_own() {
     let fresh = |record: Record| Record { alloc: Alloc::Fresh, ..record };
     let data = load(&[
-        record("fuselane", 256, 1.0),
-        fresh(record("fuselane", 256, 2.0)),
-        Record { table: "other".to_owned(), ..fresh(record("fuselane", 256, 3.0)) },
+        ours(256, 1.0),
+        fresh(ours(256, 2.0)),
+        Record { table: "other".to_owned(), ..fresh(ours(256, 3.0)) },
     ]);
     let ids: Vec<_> = data.tables.iter().map(|table| table.id()).collect();
     assert_eq!(ids, [format!("{RELU}-warm"), format!("{RELU}-fresh"), "other".to_owned()]);
@@ -266,14 +267,14 @@ fn regimes_are_tables_of_their_own() {
 
 #[test]
 fn a_cell_that_was_measured_again_counts_once() {
-    let data = load(&[record("fuselane", 256, 1.0), record("fuselane", 256, 2.0)]);
+    let data = load(&[ours(256, 1.0), ours(256, 2.0)]);
     assert_eq!(data.tables[0].rows[0].ours(), Some(("fuselane", 2.0)));
 }
 
 #[test]
 fn only_the_last_line_may_be_cut_off() {
     let folder = tempfile::tempdir().unwrap();
-    save(folder.path(), &[record("fuselane", 256, 1.0), record("torch", 256, 2.0)]);
+    save(folder.path(), &[ours(256, 1.0), record("torch", 256, 2.0)]);
     let path = folder.path().join("results.jsonl");
     let text = fs::read_to_string(&path).unwrap();
     fs::write(&path, &text[..text.len() - 20]).unwrap();
@@ -293,7 +294,7 @@ fn errors_say_what_to_do() {
     save(folder.path(), &[]);
     let error = RunData::load(folder.path()).unwrap_err();
     assert!(error.contains("no results yet"), "{error}");
-    save(folder.path(), &[record("fuselane", 256, 1.0)]);
+    save(folder.path(), &[ours(256, 1.0)]);
     fs::write(folder.path().join("svg"), "in the way").unwrap();
     let error = write(folder.path()).unwrap_err();
     assert!(error.contains("cannot make the folder") && error.contains("--out"), "{error}");
@@ -302,22 +303,22 @@ fn errors_say_what_to_do() {
 #[test]
 fn a_comparison_puts_the_worst_first() {
     let old = load(&[
-        record("fuselane", 1, 1.0),
+        ours(1, 1.0),
         record("torch", 1, 1.0),
-        record("fuselane", 2, 1.0),
-        record("fuselane", 3, 1.0),
+        ours(2, 1.0),
+        ours(3, 1.0),
         failed("fuselane", 4, "no"),
-        record("fuselane", 5, 1.0),
-        record("fuselane", 8, 1.0),
+        ours(5, 1.0),
+        ours(8, 1.0),
     ]);
     let new = load(&[
-        record("fuselane", 1, 2.0),
+        ours(1, 2.0),
         record("torch", 1, 1.25),
-        record("fuselane", 2, 1.01),
-        record("fuselane", 3, 0.5),
-        record("fuselane", 4, 1.0),
+        ours(2, 1.01),
+        ours(3, 0.5),
+        ours(4, 1.0),
         wrong("fuselane", 5, 0.1, "wrong"),
-        record("fuselane", 9, 1.0),
+        ours(9, 1.0),
     ]);
     let found = compare(&old, &new);
     let verdicts: Vec<_> = found.changes.iter().map(|c| (c.n, c.verdict)).collect();
@@ -347,7 +348,7 @@ fn a_comparison_puts_the_worst_first() {
 
 #[test]
 fn the_readme_keeps_what_is_around_the_block() {
-    let data = load(&[record("fuselane", 256, 1.0), record("torch", 256, 2.0)]);
+    let data = load(&[ours(256, 1.0), record("torch", 256, 2.0)]);
     let folder = tempfile::tempdir().unwrap();
     let (readme, pictures) = (folder.path().join("README.md"), folder.path().join("pictures"));
     let text = format!("# Title\n\n{BEGIN}\nold\n{END}\n\nend\n");
@@ -368,7 +369,7 @@ fn the_readme_keeps_what_is_around_the_block() {
 
 #[test]
 fn pictures_mark_losses_and_leave_out_idle_calls() {
-    let data = load(&[record("fuselane", 256, 2.0), record("torch", 256, 1.0)]);
+    let data = load(&[ours(256, 2.0), record("torch", 256, 1.0)]);
     let svg = picture::draw(&data).unwrap().unwrap();
     assert!(svg.contains("0.50×") && svg.contains(&colour::hex(colour::LOSS)));
     let idle = |provider| Record { bytes: Some(0), ..record(provider, 256, 1e-5) };
