@@ -77,9 +77,9 @@ pub(crate) fn others() -> Vec<Box<dyn Peer>> {
         Box::new(fuselane_python::FuselanePython),
         Box::new(unfused::Unfused),
         Box::new(candle::Candle),
-        Box::new(torch::Torch),
+        Box::new(torch::TORCH),
         Box::new(torch_compile::TorchCompile),
-        Box::new(jax::Jax),
+        Box::new(jax::JAX),
     ]
 }
 

@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::Start;
+use super::{Peer, Start};
 use crate::protocol::Alloc;
 use crate::setup_peers::{self, PYTHON_VARIABLE, short_hash};
 
@@ -25,6 +25,32 @@ const SCRIPTS: [(&str, &str); 5] = [
 /// fuselane's pool does.
 pub(super) const REUSE: &str = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776:\
                      glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0";
+
+/// A provider whose worker needs nothing beside its library.
+pub(super) struct PythonPeer {
+    pub(super) name: &'static str,
+    pub(super) library: &'static str,
+    pub(super) can_map: bool,
+    pub(super) memory_factor: f64,
+}
+
+impl Peer for PythonPeer {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn command(&self, start: Start) -> Result<Command, String> {
+        worker(self.name, self.library, start)
+    }
+
+    fn can_map(&self) -> bool {
+        self.can_map
+    }
+
+    fn memory_factor(&self) -> f64 {
+        self.memory_factor
+    }
+}
 
 /// The command that starts the worker of a provider of a library.
 pub(super) fn worker(provider: &str, library: &str, start: Start) -> Result<Command, String> {
