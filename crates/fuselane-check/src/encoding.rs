@@ -133,16 +133,8 @@ const THETA_DTYPES: [DType; 4] = [DType::F32, DType::BF16, DType::F64, DType::F1
 /// Elements of (b, n, h, d) in another order of memory, or back: the swap is its own inverse if the
 /// dimensions are swapped too.
 fn swapped(values: &[f64], [b, n, h, d]: [usize; 4]) -> Vec<f64> {
-    let mut swapped = Vec::with_capacity(values.len());
-    for batch in 0..b {
-        for head in 0..h {
-            for token in 0..n {
-                let row = ((batch * n + token) * h + head) * d;
-                swapped.extend_from_slice(&values[row..row + d]);
-            }
-        }
-    }
-    swapped
+    let tensor = View::new(values, &[b, n, h, d]).expect("dense");
+    tensor.permute(&[0, 2, 1, 3]).expect("four dimensions").to_f64_vec()
 }
 
 impl Order {
