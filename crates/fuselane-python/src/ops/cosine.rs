@@ -3,7 +3,7 @@
 use fuselane::{Cosine, CosineBackward, RotateBackward};
 
 use super::angles::{Arguments, Checked};
-use super::{Edge, Op, check, no_output, output, output_like};
+use super::{Edge, Op, check, no_output, output, output_if};
 use crate::fault::Fault;
 use crate::raw::Raw;
 use crate::threads;
@@ -66,10 +66,7 @@ fn backward(edge: &mut dyn Edge) -> Result<(), Fault> {
         true => Some(output(edge, dtype, &with_features(&grad, |width| width / 2)?)?),
         false => no_output(edge, dtype)?,
     };
-    let dtheta = match wanted[1] {
-        true => Some(output_like(edge, theta_dtype, &call.theta)?),
-        false => no_output(edge, theta_dtype)?,
-    };
+    let dtheta = output_if(edge, wanted[1], theta_dtype, &call.theta)?;
     threads::run(2 * grad.bytes(), || {
         let operands = call.backward(NAME, (&grad, &x), (&dx, &dtheta))?;
         let RotateBackward { x, grad, angles, dx, dtheta } = operands;

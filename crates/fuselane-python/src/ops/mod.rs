@@ -116,6 +116,16 @@ fn no_output(edge: &mut dyn Edge, dtype: DType) -> Result<Option<Raw>, Fault> {
     edge.output(dtype, &[0], &[1]).map(|_| None)
 }
 
+/// Memory for a result like `tensor`, if it is wanted.
+fn output_if(
+    edge: &mut dyn Edge,
+    wanted: bool,
+    dtype: DType,
+    tensor: &Raw,
+) -> Result<Option<Raw>, Fault> {
+    if wanted { output_like(edge, dtype, tensor).map(Some) } else { no_output(edge, dtype) }
+}
+
 /// Checks dtype, rank and address of a tensor whose shape an output will have.
 fn check(operator: &str, name: &str, tensor: &Raw) -> Result<DType, Fault> {
     tensor.view(operator, name).map(|view| view.dtype())

@@ -4,7 +4,7 @@ use fuselane::{
     GatePosition, Normalize, NormalizeBackward, NormalizeForward, Residual, WeightForm,
 };
 
-use super::{Edge, Op, act_of, check, no_output, output, output_like, view, view_mut};
+use super::{Edge, Op, act_of, check, no_output, output, output_if, output_like, view, view_mut};
 use crate::fault::Fault;
 use crate::raw::Raw;
 use crate::threads;
@@ -75,7 +75,7 @@ fn forward(edge: &mut dyn Edge, keeping: bool) -> Result<(), Fault> {
     let (mut sum, mut rstd, mut mean) = (None, None, None);
     if keeping {
         let kept = statistics(&x, options.groups)?;
-        sum = if keep_sum { Some(output_like(edge, dtype, &x)?) } else { no_output(edge, dtype)? };
+        sum = output_if(edge, keep_sum, dtype, &x)?;
         rstd = Some(output(edge, dtype.real(), &kept)?);
         mean = match options.center {
             true => Some(output(edge, dtype.real(), &kept)?),

@@ -3,7 +3,7 @@
 use fuselane::{Pairing, Partial, Rotate};
 
 use super::angles::{Arguments, Checked};
-use super::{Edge, Op, check, no_output, output_like};
+use super::{Edge, Op, check, output_if, output_like};
 use crate::fault::Fault;
 use crate::threads;
 
@@ -69,14 +69,8 @@ fn backward(edge: &mut dyn Edge) -> Result<(), Fault> {
     let call = arguments.check(NAME)?;
     let dtype = check(NAME, "grad", &grad)?;
     let theta_dtype = call.theta.dtype(NAME, "theta")?;
-    let dx = match wanted[0] {
-        true => Some(output_like(edge, dtype, x.as_ref().unwrap_or(&grad))?),
-        false => no_output(edge, dtype)?,
-    };
-    let dtheta = match wanted[1] {
-        true => Some(output_like(edge, theta_dtype, &call.theta)?),
-        false => no_output(edge, theta_dtype)?,
-    };
+    let dx = output_if(edge, wanted[0], dtype, x.as_ref().unwrap_or(&grad))?;
+    let dtheta = output_if(edge, wanted[1], theta_dtype, &call.theta)?;
     threads::run(3 * grad.bytes(), || {
         let operands = call.backward(NAME, (&grad, &x), (&dx, &dtheta))?;
         Ok(turn.options(&call).backward_into(operands)?)

@@ -62,17 +62,8 @@ def _promoted(*tensors: Any) -> list[Any]:
 
 class _Normalize(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Any,
-        weight: Any,
-        bias: Any,
-        residual: Any,
-        gate: Any,
-        options: tuple[Any, ...],
-        keep_sum: bool,
-        exact_residual: bool,
-    ) -> Any:
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        x, weight, bias, residual, gate, options, keep_sum, exact_residual = arguments
         o, total, rstd, mean = _forward_keeping(x, weight, bias, residual, gate, *options, keep_sum)
         # The sum is all that the backward needs to know of x and the residual, but it is rounded.
         kept = (total, None) if keep_sum and not exact_residual else (x, residual)
