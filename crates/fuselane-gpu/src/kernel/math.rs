@@ -67,41 +67,6 @@ pub(crate) fn value<N: Size>(
     }
 }
 
-/// f'(x).
-#[cube]
-pub(crate) fn slope<N: Size>(
-    x: Vector<f32, N>,
-    #[comptime] act: Act,
-    #[comptime] short: bool,
-) -> Vector<f32, N> {
-    let mut y = Vector::<f32, N>::new(1.0f32);
-    if comptime!(act != Act::None) {
-        #[unroll]
-        for i in 0..N::value() {
-            y.insert(i, slope_of(x.extract(i), act, short));
-        }
-    }
-    y
-}
-
-/// f(x) and f'(x), sharing what they have in common.
-#[cube]
-pub(crate) fn value_and_slope<N: Size>(
-    x: Vector<f32, N>,
-    #[comptime] act: Act,
-    #[comptime] short: bool,
-) -> (Vector<f32, N>, Vector<f32, N>) {
-    let mut values = Vector::<f32, N>::new(0.0f32);
-    let mut slopes = Vector::<f32, N>::new(0.0f32);
-    #[unroll]
-    for i in 0..N::value() {
-        let (value, slope) = value_and_slope_of(x.extract(i), act, short);
-        values.insert(i, value);
-        slopes.insert(i, slope);
-    }
-    (values, slopes)
-}
-
 /// e^x; see [`exp_of`].
 #[cube]
 pub(crate) fn exp<N: Size>(x: Vector<f32, N>, #[comptime] short: bool) -> Vector<f32, N> {
