@@ -185,13 +185,14 @@ impl Device {
         uses.contains(TypeUsage::Conversion) && uses.contains(TypeUsage::Buffer)
     }
 
-    /// The size of planes whose units may exchange numbers, or 0.
-    pub(crate) fn plane(&self) -> u32 {
+    /// The size of planes whose units may exchange numbers, if there are such.
+    pub(crate) fn plane(&self) -> Option<u32> {
         let Inner { properties, tuning, .. } = &*self.0;
         let hardware = &properties.hardware;
         let has = properties.features.plane.contains(Plane::Ops);
         let equal = hardware.plane_size_min == hardware.plane_size_max;
-        if tuning.planes.unwrap_or(has) && equal { hardware.plane_size_min } else { 0 }
+        let size = (tuning.planes.unwrap_or(has) && equal).then_some(hardware.plane_size_min);
+        size.filter(|&size| size > 0)
     }
 
     /// The most units in a cube.

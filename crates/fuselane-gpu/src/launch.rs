@@ -10,7 +10,7 @@ use cubecl::prelude::*;
 use fuselane::{DType, Error, Result};
 
 use crate::device::Device;
-use crate::kernel::reduce::Team;
+use crate::kernel::reduce::{Team, TeamPlane};
 use crate::kernel::storage::{Format, OperandLaunch, RowLayoutLaunch};
 use crate::tensor::Tensor;
 
@@ -336,9 +336,9 @@ pub(crate) fn team(device: &Device, vectors: usize, numbers: usize) -> (Team, us
     let rows = (CUBE.min(most) / units).max(1);
     let reread = !fits(units) || device.tuning().reread == Some(true);
     let per_unit = if reread { 0 } else { per_unit(units) };
-    let plane = device.plane();
-    let sync = plane > 0 && device.properties().features.plane.contains(Plane::Sync);
-    (Team { units, rows, plane, sync }, per_unit)
+    let sync = device.properties().features.plane.contains(Plane::Sync);
+    let plane = device.plane().map(|size| TeamPlane { size, sync });
+    (Team { units, rows, plane }, per_unit)
 }
 
 /// The units of a cube, where units hold many numbers for long: one plane, but no fewer than 32, which

@@ -13,22 +13,23 @@ pub(crate) struct Team {
     pub(crate) units: u32,
     /// Rows that a cube works on at once.
     pub(crate) rows: u32,
-    /// The size of a plane whose units exchange numbers directly; 0 where shared memory does it.
-    pub(crate) plane: u32,
-    /// Whether the units of a plane can wait for each other.
+    /// None where units exchange numbers through shared memory alone.
+    pub(crate) plane: Option<TeamPlane>,
+}
+
+/// Units that exchange numbers directly.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct TeamPlane {
+    pub(crate) size: u32,
+    /// Whether they can wait for each other.
     pub(crate) sync: bool,
 }
 
 impl Team {
     /// Numbers in shared memory that a reduction needs.
     pub(crate) fn shared(self) -> usize {
-        let per_row = self.units.checked_div(self.plane).unwrap_or(self.units);
+        let per_row = self.plane.map_or(self.units, |plane| self.units / plane.size);
         (per_row.max(1) * self.rows) as usize
-    }
-
-    /// The steps of a butterfly among the units of a plane.
-    fn steps(self) -> u32 {
-        self.plane.min(self.units).max(1).ilog2()
     }
 }
 
@@ -57,46 +58,52 @@ pub(crate) fn over_units(
     #[comptime] team: Team,
 ) -> f32 {
     let mut value = value;
-    if comptime!(team.plane > 0) {
-        // A shuffle asks all units of the plane; those that left a loop earlier come here earlier.
-        if comptime!(team.sync) {
-            sync_plane();
-        }
-        #[unroll]
-        for i in 0..comptime!(team.steps()) {
-            let step = comptime!(1u32 << i);
-            value = fold(value, plane_shuffle_xor(value, step), kind);
-        }
-        if comptime!(team.units > team.plane) {
-            let planes = comptime!(team.units / team.plane);
-            let first = (UNIT_POS_Y * planes) as usize;
-            if UNIT_POS_X % comptime!(team.plane) == 0u32 {
-                shared[first + (UNIT_POS_X / comptime!(team.plane)) as usize] = value;
+    match comptime!(team.plane) {
+        Some(plane) => {
+            // A shuffle asks all units of the plane; those that left a loop earlier come here earlier.
+            if comptime!(plane.sync) {
+                sync_plane();
             }
-            sync_cube();
-            value = shared[first];
+            // A butterfly.
             #[unroll]
-            for i in 1..comptime!(planes as usize) {
-                value = fold(value, shared[first + i], kind);
+            for i in 0..comptime!(plane.size.min(team.units).ilog2()) {
+                let step = comptime!(1u32 << i);
+                value = fold(value, plane_shuffle_xor(value, step), kind);
             }
-            sync_cube();
-        }
-    } else if comptime!(team.units > 1) {
-        let first = (UNIT_POS_Y * comptime!(team.units)) as usize;
-        let unit = UNIT_POS_X as usize;
-        shared[first + unit] = value;
-        sync_cube();
-        #[unroll]
-        for i in 0..comptime!(team.units.ilog2()) {
-            let half = comptime!((team.units >> (i + 1)) as usize);
-            if unit < half {
-                shared[first + unit] =
-                    fold(shared[first + unit], shared[first + unit + half], kind);
+            if comptime!(team.units > plane.size) {
+                let planes = comptime!(team.units / plane.size);
+                let first = (UNIT_POS_Y * planes) as usize;
+                if UNIT_POS_X % comptime!(plane.size) == 0u32 {
+                    shared[first + (UNIT_POS_X / comptime!(plane.size)) as usize] = value;
+                }
+                sync_cube();
+                value = shared[first];
+                #[unroll]
+                for i in 1..comptime!(planes as usize) {
+                    value = fold(value, shared[first + i], kind);
+                }
+                sync_cube();
             }
-            sync_cube();
         }
-        value = shared[first];
-        sync_cube();
+        None => {
+            if comptime!(team.units > 1) {
+                let first = (UNIT_POS_Y * comptime!(team.units)) as usize;
+                let unit = UNIT_POS_X as usize;
+                shared[first + unit] = value;
+                sync_cube();
+                #[unroll]
+                for i in 0..comptime!(team.units.ilog2()) {
+                    let half = comptime!((team.units >> (i + 1)) as usize);
+                    if unit < half {
+                        shared[first + unit] =
+                            fold(shared[first + unit], shared[first + unit + half], kind);
+                    }
+                    sync_cube();
+                }
+                value = shared[first];
+                sync_cube();
+            }
+        }
     }
     value
 }
