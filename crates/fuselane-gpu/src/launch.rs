@@ -488,6 +488,18 @@ pub(crate) fn result_like(
     like.device().empty(like.dtype(), shape)
 }
 
+/// What `write` gives in a new tensor, which has the shape and the dtype of `like`, the call's `argument`.
+pub(crate) fn into_new(
+    operator: &'static str,
+    argument: &'static str,
+    like: &Tensor,
+    write: impl FnOnce(&mut Tensor) -> Result<()>,
+) -> Result<Tensor> {
+    let mut result = result_like(operator, argument, like, like.shape())?;
+    write(&mut result)?;
+    Ok(result)
+}
+
 /// Checks that all tensors of a call lie on one device, which has their dtypes.
 pub(crate) fn one_device<'t>(
     operator: &'static str,

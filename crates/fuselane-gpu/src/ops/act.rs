@@ -8,27 +8,55 @@ use fuselane::{Act, Result};
 use crate::copy::all_through_f32;
 use crate::kernel::math;
 use crate::kernel::storage::{Operand, unit_number};
-use crate::launch::{Grid, Rows, Storage, largest, launch, one_device, result_like, with_words};
+use crate::launch::{Grid, Rows, Storage, into_new, largest, launch, one_device, with_words};
 use crate::tensor::Tensor;
 
 const NAME: &str = "act";
+
+/// The rows of a call, of whose vectors each unit has one.
+#[derive(CubeType, CubeLaunch)]
+struct Vectors {
+    shape: Sequence<usize>,
+    /// Vectors of a row, and of all rows.
+    per_row: usize,
+    total: usize,
+}
+
+/// The vector of a unit.
+#[derive(CubeType, Clone, Copy)]
+struct Place {
+    row: usize,
+    column: usize,
+    /// Whether there is such a vector.
+    exists: bool,
+}
+
+#[cube]
+impl Vectors {
+    fn of_unit(&self) -> Place {
+        let unit = unit_number();
+        Place { row: unit / self.per_row, column: unit % self.per_row, exists: unit < self.total }
+    }
+
+    /// Where the vector begins in an operand.
+    fn start<E: Numeric, P: Size>(&self, operand: &Operand<E, P>, place: &Place) -> usize {
+        operand.row_start(&self.shape, place.row) + place.column
+    }
+}
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn act_forward<E: Numeric, P: Size, N: Size>(
     x: &Operand<E, P>,
     o: &mut Operand<E, P>,
-    shape: &Sequence<usize>,
-    vectors: usize,
-    total: usize,
+    vectors: &Vectors,
     #[comptime] act: Act,
     #[comptime] short: bool,
 ) {
-    let unit = unit_number();
-    if unit < total {
-        let (row, column) = (unit / vectors, unit % vectors);
-        let x = x.load::<N>(x.row_start(shape, row) + column);
+    let place = vectors.of_unit();
+    if place.exists {
+        let x = x.load::<N>(vectors.start::<E, P>(x, &place));
         let y = math::value::<N>(x, act, short);
-        o.store::<N>(o.row_start(shape, row) + column, y);
+        o.store::<N>(vectors.start::<E, P>(&*o, &place), y);
     }
 }
 
@@ -38,19 +66,16 @@ fn act_backward<E: Numeric, P: Size, N: Size>(
     x: &Operand<E, P>,
     grad: &Operand<E, P>,
     dx: &mut Operand<E, P>,
-    shape: &Sequence<usize>,
-    vectors: usize,
-    total: usize,
+    vectors: &Vectors,
     #[comptime] act: Act,
     #[comptime] from_output: bool,
     #[comptime] short: bool,
 ) {
-    let unit = unit_number();
-    if unit < total {
-        let (row, column) = (unit / vectors, unit % vectors);
-        let x = x.load::<N>(x.row_start(shape, row) + column);
-        let grad = grad.load::<N>(grad.row_start(shape, row) + column);
-        let dx_at = dx.row_start(shape, row) + column;
+    let place = vectors.of_unit();
+    if place.exists {
+        let x = x.load::<N>(vectors.start::<E, P>(x, &place));
+        let grad = grad.load::<N>(vectors.start::<E, P>(grad, &place));
+        let dx_at = vectors.start::<E, P>(&*dx, &place);
         if comptime!(from_output) {
             dx.store::<N>(dx_at, math::pull_back_from_output::<N>(x, grad, act));
         } else {
@@ -68,9 +93,7 @@ pub fn forward_into(act: Act, x: &Tensor, o: &mut Tensor) -> Result<()> {
 
 /// `f(x)` in a new tensor.
 pub fn forward(act: Act, x: &Tensor) -> Result<Tensor> {
-    let mut o = result_like(NAME, "x", x, x.shape())?;
-    forward_into(act, x, &mut o)?;
-    Ok(o)
+    into_new(NAME, "x", x, |o| forward_into(act, x, o))
 }
 
 /// Replaces x by `f(x)`. For [`Act::None`] this touches nothing.
@@ -92,9 +115,7 @@ pub fn backward_into(act: Act, x: &Tensor, grad: &Tensor, dx: &mut Tensor) -> Re
 
 /// `dx` of [`backward_into`] in a new tensor.
 pub fn backward(act: Act, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
-    let mut dx = result_like(NAME, "x", x, x.shape())?;
-    backward_into(act, x, grad, &mut dx)?;
-    Ok(dx)
+    into_new(NAME, "x", x, |dx| backward_into(act, x, grad, dx))
 }
 
 /// Writes `dx` from the output `o` of the forward; see [`Act::backward_from_output_into`].
@@ -125,7 +146,7 @@ fn run_forward(act: Act, x: &Tensor, o: &Tensor) -> Result<()> {
     with_words!(storage, E => launch!(
         device, act_forward::<E>, grid, width.words, n,
         rows.argument(0, storage, width), rows.argument(1, storage, width),
-        rows.shape(), vectors, total, act, storage.is_short(),
+        VectorsLaunch::new(rows.shape(), vectors, total), act, storage.is_short(),
     ));
     Ok(())
 }
@@ -150,7 +171,7 @@ fn run_backward(act: Act, from_output: bool, x: &Tensor, grad: &Tensor, dx: &Ten
         device, act_backward::<E>, grid, width.words, n,
         rows.argument(0, storage, width), rows.argument(1, storage, width),
         rows.argument(2, storage, width),
-        rows.shape(), vectors, total, act, from_output, storage.is_short(),
+        VectorsLaunch::new(rows.shape(), vectors, total), act, from_output, storage.is_short(),
     ));
     Ok(())
 }

@@ -30,7 +30,7 @@ use fuselane::{Result, Softmax};
 pub(crate) use self::columns::column_statistics;
 use crate::copy::all_through_f32;
 use crate::kernel::storage::Operand;
-use crate::launch::{Storage, one_device, result_like};
+use crate::launch::{Storage, into_new, one_device};
 use crate::tensor::Tensor;
 
 const NAME: &str = "softmax";
@@ -100,9 +100,7 @@ pub fn forward_into(options: &Softmax, x: &Tensor, o: &mut Tensor) -> Result<()>
 
 /// The softmax of `x` in a new tensor.
 pub fn forward(options: &Softmax, x: &Tensor) -> Result<Tensor> {
-    let mut o = result_like(NAME, "x", x, x.shape())?;
-    forward_into(options, x, &mut o)?;
-    Ok(o)
+    into_new(NAME, "x", x, |o| forward_into(options, x, o))
 }
 
 /// Writes `dx` from the output `o` of the forward and the gradient that arrives at it; see
@@ -115,9 +113,7 @@ pub fn backward_into(options: &Softmax, o: &Tensor, grad: &Tensor, dx: &mut Tens
 
 /// `dx` of [`backward_into`] in a new tensor.
 pub fn backward(options: &Softmax, o: &Tensor, grad: &Tensor) -> Result<Tensor> {
-    let mut dx = result_like(NAME, "o", o, o.shape())?;
-    backward_into(options, o, grad, &mut dx)?;
-    Ok(dx)
+    into_new(NAME, "o", o, |dx| backward_into(options, o, grad, dx))
 }
 
 /// Writes `dx` from the input `x` of the forward; see [`Softmax::backward_from_input_into`].
@@ -134,9 +130,7 @@ pub fn backward_from_input_into(
 
 /// `dx` of [`backward_from_input_into`] in a new tensor.
 pub fn backward_from_input(options: &Softmax, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
-    let mut dx = result_like(NAME, "x", x, x.shape())?;
-    backward_from_input_into(options, x, grad, &mut dx)?;
-    Ok(dx)
+    into_new(NAME, "x", x, |dx| backward_from_input_into(options, x, grad, dx))
 }
 
 /// `tensors` are x, the gradient (or x again, where none is needed), and the result.
