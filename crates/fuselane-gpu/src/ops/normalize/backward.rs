@@ -6,12 +6,12 @@ use fuselane::{Normalize, Result};
 
 use super::NAME;
 use super::gradients::{
-    BackwardForm, Gradients, GradientsLaunch, RowMoments, RowSums, VectorArray, add_to_partial,
-    load, store_partial,
+    BackwardForm, GradientMoments, Gradients, GradientsLaunch, RowSums, VectorArray,
+    add_to_partial, load, store_partial,
 };
 use super::inputs::{
-    CHUNK, InputForm, Inputs, InputsLaunch, Parameters, ParametersLaunch, Sizes, SizesLaunch,
-    Statistic, StatisticLaunch, over_row,
+    CHUNK, InputForm, InputTensors, Inputs, InputsLaunch, Parameters, ParametersLaunch, RowMoments,
+    Sizes, SizesLaunch, Statistic, StatisticLaunch, over_row,
 };
 use crate::copy::{fill, through_f32, write_f32};
 use crate::kernel::reduce::Team;
@@ -116,7 +116,8 @@ fn normalize_backward<E: Numeric, P: Size, N: Size>(
             mean_rdr = (product - mean_lo * sum_dr) * inverse / sizes.len;
         }
         let mean_dr = sum_dr / sizes.len;
-        let moments = RowMoments { rstd: inverse, mean_hi, mean_lo, mean_dr, mean_rdr, scale };
+        let row_moments = RowMoments { mean_hi, mean_lo, rstd: inverse };
+        let moments = GradientMoments { row: row_moments, mean_dr, mean_rdr, scale };
         let to = gradients.starts(&sizes.shape, row, first, form);
 
         if comptime!(per_unit > 0) {
@@ -182,16 +183,12 @@ fn normalize_backward<E: Numeric, P: Size, N: Size>(
     }
 }
 
-/// A checked backward. The weight and the bias are dense and of f32.
+/// A checked backward.
 #[derive(Clone, Copy)]
 pub(super) struct Backward<'a> {
     pub(super) grad: &'a Tensor,
-    pub(super) x: &'a Tensor,
-    pub(super) residual: Option<&'a Tensor>,
-    pub(super) gate: Option<&'a Tensor>,
+    pub(super) inputs: InputTensors<'a>,
     pub(super) grad_sum: Option<&'a Tensor>,
-    pub(super) weight: Option<&'a Tensor>,
-    pub(super) bias: Option<&'a Tensor>,
     pub(super) rstd: &'a Tensor,
     pub(super) mean: Option<&'a Tensor>,
     pub(super) dx: Option<&'a Tensor>,
@@ -220,8 +217,9 @@ pub(super) fn run(
     call: Backward<'_>,
     memory: &dyn Fn(&[usize]) -> Result<Tensor>,
 ) -> Result<()> {
-    let Backward { grad, x, residual, gate, grad_sum, weight, bias, rstd, mean, .. } = call;
-    let Backward { dx, dresidual, dgate, dweight, dbias, .. } = call;
+    let Backward { grad, inputs, grad_sum, rstd, mean, dx, dresidual, dgate, dweight, dbias } =
+        call;
+    let InputTensors { x, residual, gate, weight, bias } = inputs;
     let (device, storage) = (x.device(), Storage::of(x.device(), x.dtype()));
     let d = x.shape().last().copied().unwrap_or(1);
     if x.is_empty() {
@@ -239,14 +237,15 @@ pub(super) fn run(
     let rows = Rows::new(tensors, d);
     let (groups, e) = (options.groups, d / options.groups);
     let Some(width) = rows.width(device, storage, 8, &[e]) else {
-        let inputs = [Some(grad), Some(x), residual, gate, grad_sum];
-        let run_wide = |inputs: [Option<&Tensor>; 5], outputs: [Option<&Tensor>; 3]| {
-            let ([grad, x, residual, gate, grad_sum], [dx, dresidual, dgate]) = (inputs, outputs);
+        let read = [Some(grad), Some(x), residual, gate, grad_sum];
+        let run_wide = |read: [Option<&Tensor>; 5], written: [Option<&Tensor>; 3]| {
+            let ([grad, x, residual, gate, grad_sum], [dx, dresidual, dgate]) = (read, written);
             let (Some(grad), Some(x)) = (grad, x) else { return Ok(()) };
-            let call = Backward { grad, x, residual, gate, grad_sum, dx, dresidual, dgate, ..call };
+            let inputs = InputTensors { x, residual, gate, ..inputs };
+            let call = Backward { grad, inputs, grad_sum, dx, dresidual, dgate, ..call };
             run(options, call, memory)
         };
-        return through_f32(NAME, inputs, [dx, dresidual, dgate], run_wide);
+        return through_f32(NAME, read, [dx, dresidual, dgate], run_wide);
     };
     let (vectors, n) = (e / width.numbers, width.numbers);
     // What a unit holds of each vector, all in f32: the sum and the gradient; the gate; what dweight
@@ -262,7 +261,7 @@ pub(super) fn run(
     if team.units <= full && (dweight.is_some() || dbias.is_some()) {
         team.rows = full / team.units;
     }
-    let inputs = InputForm::new(options, storage, [residual, gate, weight, bias]);
+    let inputs = InputForm::new(options, storage, inputs);
     let form = BackwardForm {
         inputs,
         grad_sum: grad_sum.is_some(),
@@ -333,12 +332,14 @@ mod tests {
             let gradients = [upload(&vec![0.0; d], &[d]), upload(&vec![0.0; d], &[d])];
             let call = Backward {
                 grad: &ones,
-                x: &ones,
-                residual: None,
-                gate: None,
+                inputs: InputTensors {
+                    x: &ones,
+                    residual: None,
+                    gate: None,
+                    weight: None,
+                    bias: None,
+                },
                 grad_sum: None,
-                weight: None,
-                bias: None,
                 rstd: &ones,
                 mean: None,
                 dx: None,

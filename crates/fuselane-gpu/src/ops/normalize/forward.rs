@@ -6,8 +6,8 @@ use fuselane::{Normalize, Result};
 
 use super::NAME;
 use super::inputs::{
-    CHUNK, Gate, InputForm, Inputs, InputsLaunch, Parameters, ParametersLaunch, Sizes, SizesLaunch,
-    Starts, Statistic, StatisticLaunch, over_row, start_if,
+    CHUNK, Gate, InputForm, InputTensors, Inputs, InputsLaunch, Parameters, ParametersLaunch,
+    RowMoments, Sizes, SizesLaunch, Starts, Statistic, StatisticLaunch, over_row, start_if,
 };
 use crate::copy::{fill, through_f32};
 use crate::kernel::reduce::Team;
@@ -42,14 +42,6 @@ enum Moment {
 struct Moments<N: Size> {
     sum: Vector<f32, N>,
     squares: Vector<f32, N>,
-}
-
-/// 1 / sigma of a row, and the mean, in two numbers.
-#[derive(CubeType, Clone, Copy)]
-struct RowMoments {
-    mean_hi: f32,
-    mean_lo: f32,
-    rstd: f32,
 }
 
 #[cube]
@@ -255,14 +247,10 @@ fn normalize_forward<E: Numeric, P: Size, N: Size>(
     }
 }
 
-/// A checked forward. The parameters are dense and of f32; `residual` and `sum` may be one.
+/// A checked forward. The residual and `sum` may be one.
 #[derive(Clone, Copy)]
 pub(super) struct Forward<'a> {
-    pub(super) x: &'a Tensor,
-    pub(super) residual: Option<&'a Tensor>,
-    pub(super) gate: Option<&'a Tensor>,
-    pub(super) weight: Option<&'a Tensor>,
-    pub(super) bias: Option<&'a Tensor>,
+    pub(super) inputs: InputTensors<'a>,
     pub(super) o: &'a Tensor,
     pub(super) sum: Option<&'a Tensor>,
     pub(super) rstd: Option<&'a Tensor>,
@@ -270,7 +258,8 @@ pub(super) struct Forward<'a> {
 }
 
 pub(super) fn run(options: &Normalize, call: Forward<'_>) -> Result<()> {
-    let Forward { x, residual, gate, weight, bias, o, sum, rstd, mean } = call;
+    let Forward { inputs, o, sum, rstd, mean } = call;
+    let InputTensors { x, residual, gate, weight, bias } = inputs;
     let (device, storage) = (x.device(), Storage::of(x.device(), x.dtype()));
     let d = x.shape().last().copied().unwrap_or(1);
     if d == 0 {
@@ -287,17 +276,18 @@ pub(super) fn run(options: &Normalize, call: Forward<'_>) -> Result<()> {
     }
     let (groups, e) = (options.groups, d / options.groups);
     let Some(width) = rows.width(device, storage, 5, &[e]) else {
-        let (inputs, outputs) = ([Some(x), residual, gate], [Some(o), sum]);
-        return through_f32(NAME, inputs, outputs, |[x, residual, gate], [o, sum]| match (x, o) {
-            (Some(x), Some(o)) => run(options, Forward { x, residual, gate, o, sum, ..call }),
-            _ => Ok(()),
+        let tensors = ([Some(x), residual, gate], [Some(o), sum]);
+        return through_f32(NAME, tensors.0, tensors.1, |[x, residual, gate], [o, sum]| {
+            let (Some(x), Some(o)) = (x, o) else { return Ok(()) };
+            let inputs = InputTensors { x, residual, gate, ..inputs };
+            run(options, Forward { inputs, o, sum, ..call })
         });
     };
     let (vectors, n) = (e / width.numbers, width.numbers);
     let (team, per_unit) = team(device, vectors, n);
     let [has_sum, has_rstd, has_mean] = [sum, rstd, mean].map(|tensor| tensor.is_some());
     let form = ForwardForm { sum: has_sum, rstd: has_rstd, mean: has_mean, team, per_unit };
-    let inputs = InputForm::new(options, storage, [residual, gate, weight, bias]);
+    let inputs = InputForm::new(options, storage, inputs);
     let count = rows.count() * groups;
     let grid = Grid::of_rows(NAME, device, count, team, largest(tensors))?;
     let unused = unused(device)?;

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::inputs::{Gate, InputForm, Inputs, Parameters, Starts, start_if};
+use super::inputs::{Gate, InputForm, Inputs, Parameters, RowMoments, Starts, start_if};
 use crate::kernel::math;
 use crate::kernel::reduce::Team;
 use crate::kernel::storage::Operand;
@@ -58,12 +58,8 @@ pub(super) struct GradientStarts {
 
 /// What is subtracted and multiplied in a group of a row.
 #[derive(CubeType, Clone, Copy)]
-pub(super) struct RowMoments {
-    pub(super) rstd: f32,
-    /// The mean of p as the forward saved it.
-    pub(super) mean_hi: f32,
-    /// What that lacks.
-    pub(super) mean_lo: f32,
+pub(super) struct GradientMoments {
+    pub(super) row: RowMoments,
     pub(super) mean_dr: f32,
     pub(super) mean_rdr: f32,
     pub(super) scale: f32,
@@ -218,19 +214,19 @@ impl<E: Numeric, P: Size> Gradients<E, P> {
     pub(super) fn write<N: Size>(
         &mut self,
         vectors: &Vectors<N>,
-        moments: &RowMoments,
+        moments: &GradientMoments,
         parameters: &Parameters<N>,
         starts: &GradientStarts,
         column: usize,
         #[comptime] form: BackwardForm,
     ) -> Terms<N> {
         let inputs = comptime!(form.inputs);
-        let centered = vectors.centered(moments.mean_hi, inputs);
+        let centered = vectors.centered(moments.row.mean_hi, inputs);
         let grad = centered.grad;
-        let rstd = Vector::<f32, N>::new(moments.rstd);
+        let rstd = Vector::<f32, N>::new(moments.row.rstd);
         let mut r = centered.q;
         if comptime!(inputs.center) {
-            r -= Vector::<f32, N>::new(moments.mean_lo);
+            r -= Vector::<f32, N>::new(moments.row.mean_lo);
         }
         r *= rstd;
         let weight = grad * r * Vector::<f32, N>::new(moments.scale);

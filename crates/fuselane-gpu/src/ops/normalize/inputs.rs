@@ -29,6 +29,16 @@ pub(super) enum Gate {
     Post,
 }
 
+/// What forward and backward read, in a device's memory. The parameters are dense and of f32.
+#[derive(Clone, Copy)]
+pub(super) struct InputTensors<'a> {
+    pub(super) x: &'a Tensor,
+    pub(super) residual: Option<&'a Tensor>,
+    pub(super) gate: Option<&'a Tensor>,
+    pub(super) weight: Option<&'a Tensor>,
+    pub(super) bias: Option<&'a Tensor>,
+}
+
 /// What the input of the normalization is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct InputForm {
@@ -46,7 +56,7 @@ impl InputForm {
     pub(super) fn new(
         options: &Normalize,
         storage: Storage,
-        [residual, gate, weight, bias]: [Option<&Tensor>; 4],
+        InputTensors { residual, gate, weight, bias, .. }: InputTensors<'_>,
     ) -> Self {
         Self {
             residual: residual.is_some(),
@@ -220,4 +230,12 @@ pub(super) fn over_row<N: Size>(
     #[comptime] team: Team,
 ) -> f32 {
     over_units(over_lanes::<N>(sum, Fold::Sum), shared, Fold::Sum, team)
+}
+
+/// 1 / sigma of a row, and the mean, in two numbers: as a forward saved it, and what that lacks.
+#[derive(CubeType, Clone, Copy)]
+pub(super) struct RowMoments {
+    pub(super) mean_hi: f32,
+    pub(super) mean_lo: f32,
+    pub(super) rstd: f32,
 }

@@ -20,12 +20,13 @@ mod forward;
 mod gradients;
 mod inputs;
 
-use fuselane::{DType, GatePosition, Normalize, Result};
+use fuselane::{DType, GatePosition, Normalize, Result, View, ViewMut};
 
 use self::backward::Backward;
 use self::forward::Forward;
+use self::inputs::InputTensors;
 use crate::copy::widened;
-use crate::launch::{one_device, result_like};
+use crate::launch::{into_new, one_device, result_like};
 use crate::tensor::Tensor;
 
 const NAME: &str = "normalize";
@@ -151,6 +152,19 @@ pub struct Normalized {
     pub mean: Option<Tensor>,
 }
 
+fn view(tensor: Option<&Tensor>) -> Result<Option<View<'_>>> {
+    tensor.map(Tensor::view).transpose()
+}
+
+fn view_mut(tensor: Option<&Tensor>) -> Result<Option<ViewMut<'_>>> {
+    tensor.map(Tensor::view_mut).transpose()
+}
+
+/// A parameter as kernels take it.
+fn widen(parameter: Option<&Tensor>) -> Result<Option<Tensor>> {
+    parameter.map(|parameter| widened(NAME, parameter)).transpose()
+}
+
 /// Normalizes into the caller's tensors; see [`Normalize::forward_into`].
 pub fn forward_into(options: &Normalize, call: NormalizeForward<'_>) -> Result<()> {
     let NormalizeForward { x, weight, bias, gate, residual, o, rstd, mean } = call;
@@ -176,8 +190,6 @@ pub fn forward_into(options: &Normalize, call: NormalizeForward<'_>) -> Result<(
             ("mean", mean),
         ],
     )?;
-    let view = |tensor: Option<&Tensor>| tensor.map(Tensor::view).transpose();
-    let view_mut = |tensor: Option<&Tensor>| tensor.map(Tensor::view_mut).transpose();
     options.check_forward(fuselane::NormalizeForward {
         x: x.view()?,
         weight: view(weight)?,
@@ -195,17 +207,16 @@ pub fn forward_into(options: &Normalize, call: NormalizeForward<'_>) -> Result<(
         rstd: view_mut(rstd)?,
         mean: view_mut(mean)?,
     })?;
-    let widen = |tensor: Option<&Tensor>| tensor.map(|t| widened(NAME, t)).transpose();
     let (weight, bias) = (widen(weight)?, widen(bias)?);
-    let (weight, bias) = (weight.as_ref(), bias.as_ref());
-    forward::run(options, Forward { x, residual, gate, weight, bias, o, sum, rstd, mean })
+    let inputs = InputTensors { x, residual, gate, weight: weight.as_ref(), bias: bias.as_ref() };
+    forward::run(options, Forward { inputs, o, sum, rstd, mean })
 }
 
 /// The result in a new tensor, for the plain case.
 pub fn forward(options: &Normalize, x: &Tensor, weight: Option<&Tensor>) -> Result<Tensor> {
-    let mut o = result_like(NAME, "x", x, x.shape())?;
-    forward_into(options, NormalizeForward { weight, ..NormalizeForward::new(x, &mut o) })?;
-    Ok(o)
+    into_new(NAME, "x", x, |o| {
+        forward_into(options, NormalizeForward { weight, ..NormalizeForward::new(x, o) })
+    })
 }
 
 /// The result and the statistics in new tensors, for the backward.
@@ -259,8 +270,6 @@ pub fn backward_into(options: &Normalize, call: NormalizeBackward<'_>) -> Result
             ("dbias", dbias),
         ],
     )?;
-    let view = |tensor: Option<&Tensor>| tensor.map(Tensor::view).transpose();
-    let view_mut = |tensor: Option<&Tensor>| tensor.map(Tensor::view_mut).transpose();
     options.check_backward(fuselane::NormalizeBackward {
         grad: grad.view()?,
         x: x.view()?,
@@ -277,29 +286,13 @@ pub fn backward_into(options: &Normalize, call: NormalizeBackward<'_>) -> Result
         dweight: view_mut(dweight)?,
         dbias: view_mut(dbias)?,
     })?;
-    let widen = |tensor: Option<&Tensor>| tensor.map(|t| widened(NAME, t)).transpose();
     // The bias matters to the gradient of a gate after it only.
     let bias = bias.filter(|_| dgate.is_some() && options.gate_position == GatePosition::Post);
     let (weight, bias) = (widen(weight)?, widen(bias)?);
-    let (weight, bias) = (weight.as_ref(), bias.as_ref());
+    let inputs = InputTensors { x, residual, gate, weight: weight.as_ref(), bias: bias.as_ref() };
     backward::run(
         options,
-        Backward {
-            grad,
-            x,
-            residual,
-            gate,
-            grad_sum,
-            weight,
-            bias,
-            rstd,
-            mean,
-            dx,
-            dresidual,
-            dgate,
-            dweight,
-            dbias,
-        },
+        Backward { grad, inputs, grad_sum, rstd, mean, dx, dresidual, dgate, dweight, dbias },
         &|shape| x.device().empty(DType::F32, shape),
     )
 }
