@@ -5,21 +5,40 @@ use cubecl::prelude::*;
 /// Where cosines and sines come from, and where tokens stand: what a kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct AngleForm {
-    /// Whether there is a table, instead of frequencies.
-    pub(crate) table: bool,
-    pub(crate) coordinates: Coordinates,
-    /// Axes of positions: those of a grid, or 1.
-    pub(crate) axes: usize,
-    /// Whether all heads have the same frequencies.
+    pub(crate) given: GivenAngles,
+    /// Whether all heads have the same ones.
     pub(crate) shared: bool,
-    /// Whether one frequency serves every angle.
-    pub(crate) single: bool,
+    pub(crate) coordinates: Coordinates,
+}
+
+/// What is given of the angles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum GivenAngles {
+    /// Frequencies; a single one may serve every angle.
+    Theta { single: bool },
+    /// Their cosines and sines.
+    Table,
 }
 
 impl AngleForm {
     /// Whether angles differ from entry to entry of the batch.
     pub(crate) fn is_per_batch(self) -> bool {
         self.coordinates == Coordinates::PerBatch
+    }
+
+    pub(crate) fn is_table(self) -> bool {
+        self.given == GivenAngles::Table
+    }
+
+    fn is_single(self) -> bool {
+        self.given == GivenAngles::Theta { single: true }
+    }
+
+    fn axes(self) -> usize {
+        match self.coordinates {
+            Coordinates::Grid { axes } => axes,
+            _ => 1,
+        }
     }
 }
 
@@ -29,7 +48,7 @@ pub(crate) enum Coordinates {
     /// Counted from an offset.
     Counted,
     /// By the grid's shape.
-    Grid,
+    Grid { axes: usize },
     /// In a list with one for each token.
     PerToken,
     /// In a list with one for each batch entry and token.
@@ -85,7 +104,7 @@ struct OnAxis {
 impl AngleSource {
     /// The coordinate on an axis. `token` counts from the first one of the launch.
     fn coordinate(&self, batch: usize, token: usize, #[comptime] axis: usize) -> f32 {
-        let axes = comptime!(self.form.axes);
+        let axes = comptime!(self.form.axes());
         let token = token + self.first_token;
         match comptime!(self.form.coordinates) {
             Coordinates::Counted => {
@@ -95,7 +114,7 @@ impl AngleSource {
                     + self.offset;
                 select(token < self.extra_tokens, 0.0f32, counted)
             }
-            Coordinates::Grid => {
+            Coordinates::Grid { .. } => {
                 let extra = token < self.extra_tokens;
                 let mut cell = select(extra, 0usize, token - self.extra_tokens);
                 #[unroll]
@@ -116,16 +135,16 @@ impl AngleSource {
         let mut coordinate = self.coordinate(batch, token, 0usize);
         let mut column = angle;
         let mut entry = 0usize;
-        if comptime!(self.form.table) {
+        if comptime!(self.form.is_table()) {
             entry = self.table_entry(coordinate, head, 0usize);
         }
         #[unroll]
-        for axis in 1..comptime!(self.form.axes) {
+        for axis in 1..comptime!(self.form.axes()) {
             let from = self.per_axis * axis;
             if angle >= from {
                 coordinate = self.coordinate(batch, token, axis);
                 column = angle - from;
-                if comptime!(self.form.table) {
+                if comptime!(self.form.is_table()) {
                     entry = self.table_entry(coordinate, head, axis);
                 }
             }
@@ -150,7 +169,7 @@ impl AngleSource {
         for i in 0..N::value() {
             let mut coordinate = self.coordinate(batch, token, 0usize);
             #[unroll]
-            for axis in 1..comptime!(self.form.axes) {
+            for axis in 1..comptime!(self.form.axes()) {
                 if vector * N::value() + i >= self.per_axis * axis {
                     coordinate = self.coordinate(batch, token, axis);
                 }
@@ -178,12 +197,12 @@ impl AngleSource {
         for i in 0..N::value() {
             let angle = vector * N::value() + i;
             let at = self.on_axis(batch, token, row, angle);
-            if comptime!(self.form.table) {
+            if comptime!(self.form.is_table()) {
                 cos.insert(i, self.theta[at.entry + at.column]);
                 sin.insert(i, self.sines[at.entry + at.column]);
             } else {
                 let mut column = at.column;
-                if comptime!(self.form.single) {
+                if comptime!(self.form.is_single()) {
                     column = 0usize.runtime();
                 }
                 let both = sin_cos(at.coordinate * self.theta[row * self.columns + column]);

@@ -8,7 +8,7 @@ use crate::kernel::angles::AngleSource;
 use crate::kernel::math;
 use crate::kernel::reduce::{Fold, fold, over_lanes};
 use crate::launch::{Storage, buffer};
-use crate::tensor::Tensor;
+use crate::ops::softmax::StatisticsTensors;
 
 /// The activation, with what its statistics belong to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -33,13 +33,6 @@ pub(super) struct Context {
     pub(super) statistics: Statistics,
     pub(super) angles: AngleSource,
     pub(super) problem: Problem,
-}
-
-/// The statistics in a device's memory.
-#[derive(Clone)]
-pub(super) struct StatisticsTensors {
-    pub(super) maxima: Tensor,
-    pub(super) inverses: Tensor,
 }
 
 impl From<&StatisticsTensors> for StatisticsLaunch {

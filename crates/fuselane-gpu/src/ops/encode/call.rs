@@ -4,16 +4,16 @@ use cubecl::prelude::*;
 use fuselane::plan::{self, Encoding};
 use fuselane::{DType, Error, FusedAct, Positions, Result, TokenLayout, View};
 
-use super::activation::{Activation, ContextLaunch, StatisticsTensors};
-use super::pairs::{Form, PairLayout, ProblemLaunch};
+use super::activation::{Activation, ContextLaunch};
+use super::pairs::{Form, InputsLaunch, PairLayout, ProblemLaunch};
 use super::{Options, elementwise, softmax_features, softmax_sequence, theta};
 use crate::angles::Angles;
 use crate::copy::{all_through_f32, fill, through_f32, widened};
 use crate::device::Device;
-use crate::kernel::angles::{AngleForm, AngleSourceLaunch, Coordinates};
+use crate::kernel::angles::{AngleForm, AngleSourceLaunch, Coordinates, GivenAngles};
 use crate::kernel::storage::{OperandLaunch, RowLayoutLaunch};
 use crate::launch::{Storage, Width, buffer, check_buffers, largest, operand, sequence, unused};
-use crate::ops::softmax::column_statistics;
+use crate::ops::softmax::{StatisticsTensors, column_statistics};
 use crate::tensor::Tensor;
 
 /// A call of `rotate` or `cosine`, checked.
@@ -92,7 +92,7 @@ impl Call<'_> {
             Positions::From(_) if counted_from.is_some() => Coordinates::Counted,
             Positions::From(_) | Positions::PerToken(_) => Coordinates::PerToken,
             Positions::PerBatch(_) => Coordinates::PerBatch,
-            Positions::Grid(_) => Coordinates::Grid,
+            Positions::Grid(shape) => Coordinates::Grid { axes: shape.len() },
         };
         let listed = self.listed_coordinates();
         if let (Angles::Table(_), Some(far)) =
@@ -112,13 +112,11 @@ impl Call<'_> {
             Angles::Theta(theta) => (widened(self.operator, theta)?, coordinates.clone()),
             Angles::Table(table) => (table.cosines().clone(), table.sines().clone()),
         };
-        let form = AngleForm {
-            table: matches!(self.angles, Angles::Table(_)),
-            coordinates: kind,
-            axes: split.axes,
-            shared: split.theta_heads == 1,
-            single: split.theta_columns == 1,
+        let given = match self.angles {
+            Angles::Theta(_) => GivenAngles::Theta { single: split.theta_columns == 1 },
+            Angles::Table(_) => GivenAngles::Table,
         };
+        let form = AngleForm { given, shared: split.theta_heads == 1, coordinates: kind };
         let offset = counted_from.unwrap_or(0.0);
         Ok(Prepared { theta, sines, coordinates, form, offset })
     }
@@ -251,6 +249,13 @@ impl<'a> TokenRange<'a> {
         operand(tensor, layout, self.storage)
     }
 
+    pub(super) fn inputs<E: Numeric, P: Size>(
+        &self,
+        [x, grad]: [&Tensor; 2],
+    ) -> InputsLaunch<E, P> {
+        InputsLaunch::new(self.operand(x), self.operand(grad))
+    }
+
     pub(super) fn problem(&self, chunk: usize, act: Activation) -> ProblemLaunch {
         let Encoding { batch, heads, features, pairs, .. } = self.call.encoding;
         let (features, n) = (features / self.width.numbers, self.width.numbers);
@@ -284,7 +289,8 @@ impl<'a> TokenRange<'a> {
         for axis in axes {
             starts.push(axis.start as f32);
         }
-        let columns = if prepared.form.table { split.theta_heads } else { split.theta_columns };
+        let columns =
+            if prepared.form.is_table() { split.theta_heads } else { split.theta_columns };
         AngleSourceLaunch::new(
             buffer(&prepared.theta, Storage::F32),
             buffer(&prepared.sines, Storage::F32),
@@ -325,8 +331,7 @@ impl<'a> TokenRange<'a> {
                 (Activation::Elementwise(act), StatisticsTensors { maxima, inverses })
             }
             FusedAct::SoftmaxSequence => {
-                let (maxima, inverses) = column_statistics(self.call.operator, x, 1)?;
-                (Activation::Columns, StatisticsTensors { maxima, inverses })
+                (Activation::Columns, column_statistics(self.call.operator, x, 1)?)
             }
             FusedAct::SoftmaxFeatures => (Activation::Rows, softmax_features::statistics(self, x)?),
         })
@@ -359,12 +364,12 @@ impl<'a> TokenRange<'a> {
         if let Some(dx) = dx {
             let dots = match act {
                 Activation::Elementwise(_) => self.unused(),
-                Activation::Rows => softmax_features::dots(self, &statistics, x, grad)?,
-                Activation::Columns => softmax_sequence::dots(self, &statistics, x, grad)?,
+                Activation::Rows => softmax_features::dots(self, &statistics, [x, grad])?,
+                Activation::Columns => softmax_sequence::dots(self, &statistics, [x, grad])?,
             };
             elementwise::backward(self, act, &statistics, &dots, [x, grad, dx])?;
         }
-        dtheta.map(|_| theta::partial_sums(self, act, &statistics, x, grad)).transpose()
+        dtheta.map(|_| theta::partial_sums(self, act, &statistics, [x, grad])).transpose()
     }
 }
 

@@ -4,12 +4,13 @@
 use cubecl::prelude::*;
 use fuselane::{Act, Result};
 
-use super::activation::{Activation, Context, StatisticsTensors, activated, statistic};
+use super::activation::{Activation, Context, activated, statistic};
 use super::call::TokenRange;
-use super::pairs::{Entries, Index, rotate_entry, rotation_at};
+use super::pairs::{Entries, Index, Inputs, rotate_entry, rotation_at};
 use crate::kernel::math;
 use crate::kernel::storage::{Operand, unit_number};
 use crate::launch::{Grid, Storage, buffer, launch, with_words};
+use crate::ops::softmax::StatisticsTensors;
 use crate::tensor::Tensor;
 
 /// o at an index, of some entries of the batch.
@@ -58,8 +59,7 @@ fn encode<E: Numeric, P: Size, N: Size>(
 /// dx at an index, of some entries of the batch.
 #[cube]
 fn encode_vector_backward<E: Numeric, P: Size, N: Size>(
-    x: &Operand<E, P>,
-    grad: &Operand<E, P>,
+    inputs: &Inputs<E, P>,
     dx: &mut Operand<E, P>,
     dots: &[f32],
     context: &Context,
@@ -70,12 +70,12 @@ fn encode_vector_backward<E: Numeric, P: Size, N: Size>(
     let mut rotation = rotation_at::<N>(&context.angles, 0usize, index);
     for batch in entries.first..entries.end {
         rotate_entry::<N>(&mut rotation, &context.angles, batch, index);
-        let from = index.row_start(&grad.layout, batch);
-        let grad = problem.load_grad::<E, P, N>(grad, from, index);
+        let from = index.row_start(&inputs.grad.layout, batch);
+        let grad = problem.load_grad::<E, P, N>(&inputs.grad, from, index);
         let mut dy = problem.decoded::<N>(&grad, &rotation);
         if comptime!(problem.form.act != Activation::Elementwise(Act::None)) {
-            let from = index.row_start(&x.layout, batch);
-            let x = problem.load_x::<E, P, N>(x, from, index);
+            let from = index.row_start(&inputs.x.layout, batch);
+            let x = problem.load_x::<E, P, N>(&inputs.x, from, index);
             match comptime!(problem.form.act) {
                 Activation::Elementwise(act) => {
                     dy.a = math::pull_back::<N>(x.a, dy.a, act, problem.form.short);
@@ -97,8 +97,7 @@ fn encode_vector_backward<E: Numeric, P: Size, N: Size>(
 /// dx, with the sums of f(x) times its gradient in `dots` where there is a softmax.
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn encode_backward<E: Numeric, P: Size, N: Size>(
-    x: &Operand<E, P>,
-    grad: &Operand<E, P>,
+    inputs: &Inputs<E, P>,
     dx: &mut Operand<E, P>,
     dots: &[f32],
     context: &Context,
@@ -111,10 +110,10 @@ fn encode_backward<E: Numeric, P: Size, N: Size>(
         let entries = problem.entries(row);
         if index.rotates {
             let index = index.known(true);
-            encode_vector_backward::<E, P, N>(x, grad, dx, dots, context, &entries, &index);
+            encode_vector_backward::<E, P, N>(inputs, dx, dots, context, &entries, &index);
         } else {
             let index = index.known(false);
-            encode_vector_backward::<E, P, N>(x, grad, dx, dots, context, &entries, &index);
+            encode_vector_backward::<E, P, N>(inputs, dx, dots, context, &entries, &index);
         }
     }
 }
@@ -154,7 +153,7 @@ pub(super) fn backward(
     let (grid, chunk) = grid(range)?;
     with_words!(storage, E => launch!(
         device, encode_backward::<E>, grid, width.words, width.numbers,
-        range.operand(x), range.operand(grad), range.operand(dx),
+        range.inputs([x, grad]), range.operand(dx),
         buffer(dots, Storage::F32), range.context(statistics, chunk, act),
     ));
     Ok(())

@@ -69,6 +69,13 @@ pub(super) struct Pairs<N: Size> {
     pub(super) b: Vector<f32, N>,
 }
 
+/// What a backward reads.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct Inputs<E: Numeric, P: Size> {
+    pub(super) x: Operand<E, P>,
+    pub(super) grad: Operand<E, P>,
+}
+
 /// Which vector of pairs a unit has.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Index {

@@ -5,17 +5,16 @@
 use cubecl::prelude::*;
 use fuselane::{DType, Result};
 
-use super::activation::{
-    Activation, Context, Statistics, StatisticsTensors, exponentials, over_pairs,
-};
+use super::activation::{Activation, Context, Statistics, exponentials, over_pairs};
 use super::call::TokenRange;
-use super::pairs::{Entries, Index, Pairs, Problem, rotation_at};
+use super::pairs::{Entries, Index, Inputs, Pairs, Problem, rotation_at};
 use super::softmax_sequence::product_at;
 use crate::kernel::angles::{AngleSource, Rotation};
 use crate::kernel::math;
 use crate::kernel::reduce::{Fold, Team, over_lanes, over_units};
 use crate::kernel::storage::Operand;
 use crate::launch::{Grid, Storage, buffer, launch, team, with_words};
+use crate::ops::softmax::StatisticsTensors;
 use crate::tensor::Tensor;
 
 /// The row of a team, at the index of the unit's first vector.
@@ -191,8 +190,7 @@ fn encode_rows<E: Numeric, P: Size, N: Size>(
 /// dx through a softmax over the features; each unit has `per_unit` vectors in registers.
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
-    x: &Operand<E, P>,
-    grad: &Operand<E, P>,
+    inputs: &Inputs<E, P>,
     dx: &mut Operand<E, P>,
     angles: &AngleSource,
     problem: &Problem,
@@ -203,8 +201,8 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
     let row = team_row(problem, team);
     let mut rotations = RotationArray::<N>::new(angles, problem, &row.index, per_unit, team);
     for batch in row.entries.first..row.entries.end {
-        let x_from = row.index.row_start(&x.layout, batch);
-        let grad_from = row.index.row_start(&grad.layout, batch);
+        let x_from = row.index.row_start(&inputs.x.layout, batch);
+        let grad_from = row.index.row_start(&inputs.grad.layout, batch);
         let mut xs = PairArray::<N>::new(per_unit);
         let mut dys = PairArray::<N>::new(per_unit);
         let mut max = f32::new(f32::MIN);
@@ -213,8 +211,8 @@ fn encode_rows_backward<E: Numeric, P: Size, N: Size>(
         for k in 0..per_unit {
             let at = vector_of_unit(problem, &row.index, k, team);
             if at.vector < problem.vectors {
-                max = max.max(xs.load::<E, P>(x, x_from, problem, &at, k));
-                let pairs = problem.load_grad::<E, P, N>(grad, grad_from, &at);
+                max = max.max(xs.load::<E, P>(&inputs.x, x_from, problem, &at, k));
+                let pairs = problem.load_grad::<E, P, N>(&inputs.grad, grad_from, &at);
                 let rotation = rotations.get(angles, batch, &at, k);
                 dys.set(k, &problem.decoded::<N>(&pairs, &rotation));
             }
@@ -291,8 +289,7 @@ fn row_statistics<E: Numeric, P: Size, N: Size>(
 /// The sum of f(x) times its gradient of each (batch, token, head).
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn row_dots<E: Numeric, P: Size, N: Size>(
-    x: &Operand<E, P>,
-    grad: &Operand<E, P>,
+    inputs: &Inputs<E, P>,
     dots: &mut [f32],
     context: &Context,
     #[comptime] team: Team,
@@ -301,13 +298,13 @@ fn row_dots<E: Numeric, P: Size, N: Size>(
     let mut shared = Shared::<[f32]>::new_slice(comptime!(team.shared()));
     let row = team_row(problem, team);
     for batch in row.entries.first..row.entries.end {
-        let x_from = row.index.row_start(&x.layout, batch);
-        let grad_from = row.index.row_start(&grad.layout, batch);
+        let x_from = row.index.row_start(&inputs.x.layout, batch);
+        let grad_from = row.index.row_start(&inputs.grad.layout, batch);
         let mut dot = Vector::<f32, N>::new(0.0f32);
         let mut vector = row.index.vector;
         while vector < problem.vectors {
             let at = problem.with_vector(&row.index, vector);
-            let product = product_at::<E, P, N>(x, grad, context, x_from, grad_from, batch, &at);
+            let product = product_at::<E, P, N>(inputs, context, x_from, grad_from, batch, &at);
             dot += product.a;
             if comptime!(problem.form.is_rotate()) {
                 if at.rotates {
@@ -359,7 +356,7 @@ pub(super) fn backward(range: &TokenRange<'_>, [x, grad, dx]: [&Tensor; 3]) -> R
     let (grid, chunk) = grid(range, team)?;
     with_words!(storage, E => launch!(
         device, encode_rows_backward::<E>, grid, width.words, width.numbers,
-        range.operand(x), range.operand(grad), range.operand(dx), range.angles(),
+        range.inputs([x, grad]), range.operand(dx), range.angles(),
         range.problem(chunk, Activation::Rows), per_unit, team,
     ));
     Ok(true)
@@ -385,8 +382,7 @@ pub(super) fn statistics(range: &TokenRange<'_>, x: &Tensor) -> Result<Statistic
 pub(super) fn dots(
     range: &TokenRange<'_>,
     statistics: &StatisticsTensors,
-    x: &Tensor,
-    grad: &Tensor,
+    [x, grad]: [&Tensor; 2],
 ) -> Result<Tensor> {
     let TokenRange { device, storage, width, .. } = *range;
     let dots = device.empty(DType::F32, &x.shape()[..3])?;
@@ -394,7 +390,7 @@ pub(super) fn dots(
     let (grid, chunk) = grid(range, team)?;
     with_words!(storage, E => launch!(
         device, row_dots::<E>, grid, width.words, width.numbers,
-        range.operand(x), range.operand(grad), buffer(&dots, Storage::F32),
+        range.inputs([x, grad]), buffer(&dots, Storage::F32),
         range.context(statistics, chunk, Activation::Rows), team,
     ));
     Ok(dots)

@@ -5,37 +5,36 @@ use cubecl::prelude::*;
 use fuselane::plan::Encoding;
 use fuselane::{DType, Result};
 
-use super::activation::{Activation, Context, StatisticsTensors, activated};
+use super::activation::{Activation, Context, activated};
 use super::call::{Call, TokenRange};
-use super::pairs::{Index, rotate_entry, rotation_at};
-use super::softmax_sequence::{TokenBlocks, TokenBlocksLaunch};
+use super::pairs::{Index, Inputs, rotate_entry, rotation_at};
+use super::softmax_sequence::{BlockSums, BlockSumsLaunch};
 use crate::copy::{narrow_into, write_f32};
 use crate::device::Device;
-use crate::kernel::storage::{Format, Operand, store, unit_number};
+use crate::kernel::storage::{Format, store, unit_number};
 use crate::kernel::sums::sum_partials;
 use crate::launch::{Grid, Storage, buffer, launch, with_words};
+use crate::ops::softmax::StatisticsTensors;
 use crate::tensor::Tensor;
 
-/// Gradients of the angles times their coordinates, summed over the batch and blocks of tokens:
-/// `partials` has heads x angles for each block.
+/// Gradients of the angles times their coordinates, summed over the batch and blocks of tokens. The
+/// sums of a block are heads x angles.
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn angle_gradients<E: Numeric, P: Size, N: Size>(
-    x: &Operand<E, P>,
-    grad: &Operand<E, P>,
-    partials: &mut [Vector<f32, N>],
+    inputs: &Inputs<E, P>,
+    sums: &mut BlockSums<N>,
     context: &Context,
-    blocks: &TokenBlocks,
 ) {
     let (problem, angles) = (&context.problem, &context.angles);
     let unit = unit_number();
     let columns = problem.heads * problem.rotated;
-    if unit < columns * blocks.count {
+    if unit < columns * sums.count {
         let block = unit / columns;
         let vector = unit % problem.rotated;
         let head = (unit % columns) / problem.rotated;
         let mut total = Vector::<f32, N>::new(0.0f32);
-        let first = block * blocks.tokens;
-        for i in 0..blocks.tokens {
+        let first = block * sums.tokens;
+        for i in 0..sums.tokens {
             let token = first + i;
             if token < problem.tokens {
                 // All of these vectors rotate.
@@ -47,10 +46,11 @@ fn angle_gradients<E: Numeric, P: Size, N: Size>(
                     if comptime!(angles.form.is_per_batch()) {
                         coordinate = angles.coordinates::<N>(batch, token, vector);
                     }
-                    let x = problem.load_x::<E, P, N>(x, at.row_start(&x.layout, batch), &at);
+                    let x_from = at.row_start(&inputs.x.layout, batch);
+                    let x = problem.load_x::<E, P, N>(&inputs.x, x_from, &at);
                     let y = activated::<N>(&x, context, batch, &at, false);
-                    let grad_from = at.row_start(&grad.layout, batch);
-                    let grad = problem.load_grad::<E, P, N>(grad, grad_from, &at);
+                    let grad_from = at.row_start(&inputs.grad.layout, batch);
+                    let grad = problem.load_grad::<E, P, N>(&inputs.grad, grad_from, &at);
                     if comptime!(problem.form.is_rotate()) {
                         let dy = problem.decoded::<N>(&grad, &rotation);
                         total += coordinate * (y.a * dy.b - y.b * dy.a);
@@ -62,7 +62,7 @@ fn angle_gradients<E: Numeric, P: Size, N: Size>(
             }
         }
         let at = (block * problem.heads + head) * problem.rotated + vector;
-        store::<f32, N, N>(partials, at, total, Format::Native);
+        store::<f32, N, N>(&mut sums.partials, at, total, Format::Native);
     }
 }
 
@@ -102,8 +102,7 @@ pub(super) fn partial_sums(
     range: &TokenRange<'_>,
     act: Activation,
     statistics: &StatisticsTensors,
-    x: &Tensor,
-    grad: &Tensor,
+    inputs: [&Tensor; 2],
 ) -> Result<Tensor> {
     let TokenRange { device, storage, width, .. } = *range;
     let Encoding { batch, heads, split, .. } = range.call.encoding;
@@ -113,8 +112,9 @@ pub(super) fn partial_sums(
     let grid = Grid::of_full_units(range.call.operator, device, units, range.numbers)?;
     with_words!(storage, E => launch!(
         device, angle_gradients::<E>, grid, width.words, width.numbers,
-        range.operand(x), range.operand(grad), buffer(&partials, Storage::F32),
-        range.context(statistics, batch, act), TokenBlocksLaunch::new(blocks, per_block),
+        range.inputs(inputs),
+        BlockSumsLaunch::new(buffer(&partials, Storage::F32), blocks, per_block),
+        range.context(statistics, batch, act),
     ));
     Ok(partials)
 }

@@ -311,13 +311,13 @@ pub(crate) fn column_statistics(
     operator: &'static str,
     x: &Tensor,
     dim: usize,
-) -> Result<(Tensor, Tensor)> {
+) -> Result<StatisticsTensors> {
     let mut shape = x.shape().to_vec();
     shape[dim] = 1;
     let device = x.device();
     let empty = || device.empty(DType::F32, &shape);
     if x.is_empty() {
-        return Ok((empty()?, empty()?));
+        return Ok(StatisticsTensors { maxima: empty()?, inverses: empty()? });
     }
     let (order, moved_dim) = order(x, dim);
     if moved_dim + 1 == order.len() {
@@ -326,25 +326,25 @@ pub(crate) fn column_statistics(
         if dim + 1 < shape.len() {
             return column_statistics(operator, &x, dim);
         }
-        let (max, inverse) =
-            column_statistics(operator, &x.reshape(&[x.shape(), &[1]].concat())?, dim)?;
-        return Ok((max.reshape(&shape)?, inverse.reshape(&shape)?));
+        let x = x.reshape(&[x.shape(), &[1]].concat())?;
+        return column_statistics(operator, &x, dim)?.each(|tensor| tensor.reshape(&shape));
     }
     let x = x.permute(&order)?;
     let storage = Storage::of(device, x.dtype());
     let Some(columns) = Columns::new([&x, &x, &x], moved_dim, storage)? else {
-        let (max, inverse) = column_statistics(operator, &widened(operator, &x)?, moved_dim)?;
-        return Ok((back(&max, &order)?, back(&inverse, &order)?));
+        let statistics = column_statistics(operator, &widened(operator, &x)?, moved_dim)?;
+        return statistics.each(|tensor| back(tensor, &order));
     };
     let plan = Plan::new(&Softmax::default(), Pass::Forward, storage);
     let plan = Plan { short: false, ..plan };
     let segments = columns.sums(device, plan)?;
     columns.launch(operator, Stage::Segments, &segments, plan)?;
     let shape: Vec<usize> = order.iter().map(|&d| shape[d]).collect();
-    let [max, inverse] = [device.empty(DType::F32, &shape)?, device.empty(DType::F32, &shape)?];
-    let total = max.len();
+    let [maxima, inverses] = [device.empty(DType::F32, &shape)?, device.empty(DType::F32, &shape)?];
+    let total = maxima.len();
     let grid = Grid::of_units(operator, device, total, largest([Some(&segments)]))?;
-    let [from, to_max, to_inverse] = [&segments, &max, &inverse].map(|t| buffer(t, Storage::F32));
+    let [from, to_max, to_inverse] =
+        [&segments, &maxima, &inverses].map(|t| buffer(t, Storage::F32));
     launch!(
         device,
         softmax_statistics,
@@ -356,7 +356,19 @@ pub(crate) fn column_statistics(
         columns.segments,
         plan
     );
-    Ok((back(&max, &order)?, back(&inverse, &order)?))
+    StatisticsTensors { maxima, inverses }.each(|tensor| back(tensor, &order))
+}
+
+/// Of each column or row, the maximum and the inverse of the sum of exp(x - maximum).
+pub(crate) struct StatisticsTensors {
+    pub(crate) maxima: Tensor,
+    pub(crate) inverses: Tensor,
+}
+
+impl StatisticsTensors {
+    fn each(&self, change: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(Self { maxima: change(&self.maxima)?, inverses: change(&self.inverses)? })
+    }
 }
 
 /// Undoes a permutation.

@@ -27,7 +27,7 @@ mod sums;
 use cubecl::prelude::*;
 use fuselane::{Result, Softmax};
 
-pub(crate) use self::columns::column_statistics;
+pub(crate) use self::columns::{StatisticsTensors, column_statistics};
 use crate::copy::all_through_f32;
 use crate::kernel::storage::Operand;
 use crate::launch::{Storage, into_new, one_device};
