@@ -65,11 +65,13 @@ impl<'t, S: Simd, F: Fn(V<S>) -> V<S> + Copy> Input<S> for Elements<'t, S, F> {
 
     #[inline(always)]
     fn cut(self) -> [Self; 4] {
-        let edges = self.segments.features();
-        [0, 1, 2, 3].map(
-            #[inline(always)]
-            |k| Self { tile: self.tile.narrow(edges[k]..edges[k + 1]), ..self },
-        )
+        let [a, b, c, d] = narrow(self.tile, self.segments.features());
+        [
+            Self { tile: a, ..self },
+            Self { tile: b, ..self },
+            Self { tile: c, ..self },
+            Self { tile: d, ..self },
+        ]
     }
 
     #[inline(always)]
@@ -101,11 +103,13 @@ impl<'t, S: Simd> Input<S> for Lanes<'t> {
 
     #[inline(always)]
     fn cut(self) -> [Self; 4] {
-        let edges = self.segments.scratch();
-        [0, 1, 2, 3].map(
-            #[inline(always)]
-            |k| Self { tile: self.tile.narrow(edges[k]..edges[k + 1]), ..self },
-        )
+        let [a, b, c, d] = narrow(self.tile, self.segments.scratch());
+        [
+            Self { tile: a, ..self },
+            Self { tile: b, ..self },
+            Self { tile: c, ..self },
+            Self { tile: d, ..self },
+        ]
     }
 
     #[inline(always)]
@@ -175,10 +179,13 @@ where
     #[inline(always)]
     fn cut(self) -> [Self; 4] {
         let Self { tile, segments, round } = self;
-        cut(tile, segments.features()).map(
-            #[inline(always)]
-            |tile| Self { tile, segments, round },
-        )
+        let [a, b, c, d] = cut(tile, segments.features());
+        [
+            Self { tile: a, segments, round },
+            Self { tile: b, segments, round },
+            Self { tile: c, segments, round },
+            Self { tile: d, segments, round },
+        ]
     }
 
     #[inline(always)]
@@ -217,10 +224,13 @@ impl<'t, S: Simd> Output<S> for LanesMut<'t> {
     #[inline(always)]
     fn cut(self) -> [Self; 4] {
         let Self { tile, segments } = self;
-        cut(tile, segments.scratch()).map(
-            #[inline(always)]
-            |tile| Self { tile, segments },
-        )
+        let [a, b, c, d] = cut(tile, segments.scratch());
+        [
+            Self { tile: a, segments },
+            Self { tile: b, segments },
+            Self { tile: c, segments },
+            Self { tile: d, segments },
+        ]
     }
 
     #[inline(always)]
@@ -239,6 +249,13 @@ impl<S: Simd> OutputRow<S> for &mut [Lane] {
     fn put(&mut self, at: At, block: V<S>) {
         block.set_at(self, at);
     }
+}
+
+/// The segments of rows to read. (Array by array, as `map` of an array is not inlined.)
+#[inline(always)]
+fn narrow<T: Copy>(tile: InputTile<'_, T>, edges: [usize; 5]) -> [InputTile<'_, T>; 4] {
+    let [start, a, b, c, end] = edges;
+    [tile.narrow(start..a), tile.narrow(a..b), tile.narrow(b..c), tile.narrow(c..end)]
 }
 
 /// Cuts rows where segments begin.

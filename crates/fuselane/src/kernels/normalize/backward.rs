@@ -31,7 +31,7 @@ use crate::exec::rows::TaskRows;
 use crate::exec::scratch::Scratch;
 use crate::kernels::act;
 use crate::kernels::lanes::Lane;
-use crate::kernels::rows::{InputRows, OperandRows, OutputRows};
+use crate::kernels::rows::{InputRows, OperandRows};
 use crate::kernels::sink::TileSink;
 use crate::kernels::source::{Prefetch, Source};
 use crate::kernels::sweep::{At, Sums, chunks, sweep_range};
@@ -261,13 +261,17 @@ impl<'t, P: Copy, E: Copy> Call<'t, P, E> {
     where
         't: 'r,
     {
+        let weight = self.weight.of_row(self.first + row);
+        assert!(self.len <= weight.len());
+        let len = self.len;
+        let x = &x.row(row)[..len];
         Inputs {
-            grad: Source::new(grad.row(row), of_most),
-            x: Source::new(x.row(row), of_most),
-            residual: Source::new(residual.row(row), of_most),
-            gate: Source::new(gate.row(row), of_gate),
-            grad_residual_out: Source::new(grad_residual_out.row(row), of_residual_out),
-            weight: self.weight.of_row(self.first + row),
+            grad: Source::new(&grad.row(row)[..len], of_most),
+            x: Source::new(x, of_most),
+            residual: source(residual, row, x, of_most),
+            gate: source(gate, row, x, of_gate),
+            grad_residual_out: source(grad_residual_out, row, x, of_residual_out),
+            weight,
             bias: self.bias.of_row(self.first + row),
             slopes,
         }
@@ -359,6 +363,7 @@ impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
                     let prefetch = [Prefetch::None, ahead, Prefetch::None];
                     let inputs = call.inputs(&this.rows.inputs, row, &[], prefetch);
                     let saved_gate = of_slot_mut(this.saved_gate, slot, call.width);
+                    assert!(!P::GATED || call.len <= saved_gate.len());
                     let mut totals = [0.0; 3];
                     for chunk in chunks(call.len, CHUNK) {
                         let mut sums = ChunkSums::zero();
@@ -414,22 +419,26 @@ impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
         slots: Range<usize>,
         moments: &OfTile<Moments<f32>>,
     ) {
-        let ahead = self.ahead(tile);
-        let [of_row, of_next] = match REDUCE {
-            true => [[Prefetch::None, Prefetch::None, SOON], [SOON, SOON, Prefetch::None]],
-            false if P::GATED => [[ahead, Prefetch::None, Prefetch::None]; 2],
-            false => [[ahead, ahead, Prefetch::None]; 2],
-        };
         let this = self;
         S::call(
             #[inline(always)]
             move || {
-                let call = this.call;
+                let (call, ahead) = (this.call, this.ahead(tile));
+                // In here, where the compiler knows which they are.
+                let [of_row, of_next] = match REDUCE {
+                    true => [[Prefetch::None, Prefetch::None, SOON], [SOON, SOON, Prefetch::None]],
+                    false if P::GATED => [[ahead, Prefetch::None, Prefetch::None]; 2],
+                    false => [[ahead, ahead, Prefetch::None]; 2],
+                };
                 let Call { prologue, epilogue, len, width, .. } = call;
                 let OperandRows { inputs, outputs, .. } = &mut *this.rows;
                 let rows = tile.start + slots.start..tile.start + slots.end;
-                let mut sinks = sinks::<S, O>(outputs, &rows, this.non_temporal);
-                let [dx, dresidual, dgate] = &mut sinks;
+                let [dx, dresidual, dgate] = outputs;
+                assert!(!epilogue.writes_dx() || dx.len() == len);
+                assert!(!epilogue.writes_dgate() || dgate.len() == len);
+                let mut dx = tile_sink::<S, O>(dx, &rows, this.non_temporal);
+                let mut dresidual = tile_sink::<S, O>(dresidual, &rows, this.non_temporal);
+                let mut dgate = tile_sink::<S, O>(dgate, &rows, this.non_temporal);
                 for slot in slots.clone() {
                     let row = tile.start + slot;
                     let saved_gate = of_slot_mut(this.saved_gate, slot, width);
@@ -444,6 +453,9 @@ impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
                         dweight: call.sums_of_row(this.dweight, row),
                         dbias: call.sums_of_row(this.dbias, row),
                     };
+                    // What a step checks, so that the compiler sees it hold.
+                    assert!(!P::GATED || len <= saved_gate.len());
+                    assert!(!epilogue.sums_dweight() || len <= to.dweight.len());
                     let mut totals = [0.0; 3];
                     for chunk in chunks(len, CHUNK) {
                         let mut sums = ChunkSums::zero();
@@ -470,26 +482,24 @@ impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
                         this.totals[slot] = totals;
                     }
                 }
-                sinks.into_iter().for_each(O::Tile::finish);
+                dx.finish();
+                dresidual.finish();
+                dgate.finish();
             },
         );
     }
 }
 
-/// Some rows of the outputs, as sinks.
+/// A row of an operand that may be absent: x then stands for it, which nobody reads. So the compiler knows
+/// how long all are.
 #[inline(always)]
-fn sinks<'s, S: Simd, O: Sinks<S>>(
-    outputs: &'s mut [OutputRows<'_, S::Elem>; 3],
-    rows: &Range<usize>,
-    non_temporal: bool,
-) -> [O::Tile<'s>; 3] {
-    outputs.each_mut().map(
-        #[inline(always)]
-        |output| {
-            let (len, non_temporal) = (output.len(), non_temporal && output.aligned());
-            tile_sink::<S, O>(output, rows, len, non_temporal)
-        },
-    )
+fn source<'r, S: Simd>(
+    rows: &InputRows<'r, S::Elem>,
+    row: usize,
+    x: &'r [S::Elem],
+    ahead: Prefetch,
+) -> Source<'r, S> {
+    Source::new(if rows.len() > 0 { &rows.row(row)[..x.len()] } else { x }, ahead)
 }
 
 /// The mean of a row that the forward has saved, if it has.

@@ -366,7 +366,8 @@ impl<S: Simd> Tiles<'_, '_, S> {
                 let saved_width = this.width_if(parts.0.saves_p());
                 let gate_width = this.width_if(parts.1.gate_before().is_some());
                 let OperandRows { inputs, outputs: [o, _], .. } = &mut *this.rows;
-                let mut o = tile_sink::<S, O>(o, &tile, len, this.non_temporal[0]);
+                assert!(o.len() == len);
+                let mut o = tile_sink::<S, O>(o, &tile, this.non_temporal[0]);
                 for (slot, row) in tile.enumerate() {
                     let saved = &this.saved[slot * saved_width..][..saved_width];
                     let [x, _, gate] = sources(inputs, row, len, next);
@@ -405,7 +406,8 @@ impl<S: Simd> Tiles<'_, '_, S> {
             move || {
                 let (len, saved_width) = (this.len, this.width_if(parts.0.saves_p()));
                 let OperandRows { inputs, outputs: [o, sum], .. } = &mut *this.rows;
-                let mut o = tile_sink::<S, O>(o, &tile, len, this.non_temporal[0]);
+                assert!(o.len() == len);
+                let mut o = tile_sink::<S, O>(o, &tile, this.non_temporal[0]);
                 for (slot, (row, next)) in tile.zip(next).enumerate() {
                     let saved = &mut this.saved[slot * saved_width..][..saved_width];
                     let sources =

@@ -160,17 +160,15 @@ impl<S: Simd> Sinks<S> for AsSpan {
     type Tile<'r> = ShiftedSink<'r, S>;
 }
 
-/// The rows of a tile of an output of `len` features, as a sink.
+/// The rows of a tile of an output, as a sink.
 #[inline(always)]
 fn tile_sink<'s, S: Simd, O: Sinks<S>>(
     output: &'s mut OutputRows<'_, S::Elem>,
     tile: &Range<usize>,
-    len: usize,
     non_temporal: bool,
 ) -> O::Tile<'s> {
-    let rows = output.slice(tile.start, tile.len());
-    assert!(rows.len() == len);
-    O::Tile::new(rows, non_temporal)
+    let non_temporal = non_temporal && output.aligned();
+    O::Tile::new(output.slice(tile.start, tile.len()), non_temporal)
 }
 
 /// The least elements of a tile that is stored [`AsSpan`]: of fewer, too many are in lines at the ends,

@@ -305,6 +305,14 @@ impl<S: Simd, P: Position, G: FoldedGate> Prologue<S> for Gated<P, G> {
 
 /// Takes the gradients of blocks to where they are asked for.
 pub(super) trait Epilogue<S: Simd>: Copy {
+    #[inline(always)]
+    fn writes_dx(self) -> bool {
+        true
+    }
+    #[inline(always)]
+    fn writes_dgate(self) -> bool {
+        false
+    }
     /// Whether dweight is summed, asked for or not.
     #[inline(always)]
     fn sums_dweight(self) -> bool {
@@ -376,9 +384,13 @@ pub(super) struct DxDgateDweight;
 
 impl<S: Simd> Epilogue<S> for DxDgateDweight {
     #[inline(always)]
+    fn writes_dgate(self) -> bool {
+        true
+    }
+    #[inline(always)]
     fn put<O: Sink<S>>(self, gradients: Gradients<S>, to: &mut Outputs<'_, O>, at: At) {
         to.add_dweight(&gradients, at);
-        // Options an activation in them, a tie is chance.
+        // With an activation in them, a tie is chance.
         to.dgate.put(at, gradients.dgate.round_ties_away());
         to.dx.put(at, gradients.dx.round_ties_away());
     }
@@ -458,6 +470,14 @@ impl<S: Simd> Prologue<S> for Any<'_, Options> {
 }
 
 impl<S: Simd> Epilogue<S> for Any<'_, Options> {
+    #[inline(always)]
+    fn writes_dx(self) -> bool {
+        self.0.dx
+    }
+    #[inline(always)]
+    fn writes_dgate(self) -> bool {
+        self.0.dgate
+    }
     #[inline(always)]
     fn sums_dweight(self) -> bool {
         self.0.dweight
