@@ -415,22 +415,24 @@ impl std::fmt::Debug for Buffer {
     }
 }
 
-/// The first `len` numbers of `words` from a cache line's start on.
+/// The first of `words` that begins a cache line.
+pub(crate) fn aligned_start(words: &[u64]) -> usize {
+    words.as_ptr().align_offset(LINE)
+}
+
+/// The first `len` numbers of `words`.
 #[inline(always)]
-pub(crate) fn aligned_numbers<R: Plain>(words: &[u64], len: usize) -> &[R] {
-    let words = &words[words.as_ptr().align_offset(LINE)..];
+pub(crate) fn numbers<R: Plain>(words: &[u64], len: usize) -> &[R] {
     assert!(len * size_of::<R>() <= size_of_val(words), "scratch is too short");
     // SAFETY: what `Plain` promises of its types; the length was just checked.
     unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), len) }
 }
 
-/// [`aligned_numbers`], to write.
+/// [`numbers`], to write.
 #[inline(always)]
-pub(crate) fn aligned_numbers_mut<R: Plain>(words: &mut [u64], len: usize) -> &mut [R] {
-    let skip = words.as_ptr().align_offset(LINE);
-    let words = &mut words[skip..];
+pub(crate) fn numbers_mut<R: Plain>(words: &mut [u64], len: usize) -> &mut [R] {
     assert!(len * size_of::<R>() <= size_of_val(words), "scratch is too short");
-    // SAFETY: as in `aligned_numbers`; the borrow is exclusive.
+    // SAFETY: as in `numbers`; the borrow is exclusive.
     unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), len) }
 }
 

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 
-use crate::pool::{aligned_numbers, aligned_numbers_mut};
+use crate::pool::{aligned_start, numbers, numbers_mut};
 use crate::simd::LANES;
 
 /// Memory of more than this many bytes goes back to the system after use.
@@ -47,6 +47,8 @@ unsafe impl Plain for f64 {
 /// thread that takes up other work while it waits finds none of it in use.
 pub(crate) struct Scratch<R: Plain> {
     words: Vec<u64>,
+    /// The word that the numbers begin with.
+    start: usize,
     len: usize,
     numbers: PhantomData<R>,
 }
@@ -67,7 +69,8 @@ impl<R: Plain> Scratch<R> {
         if words.len() < need {
             words = vec![0; need];
         }
-        Self { words, len, numbers: PhantomData }
+        let start = aligned_start(&words);
+        Self { words, start, len, numbers: PhantomData }
     }
 
     /// At least `len` zeros.
@@ -82,14 +85,14 @@ impl<R: Plain> Deref for Scratch<R> {
     type Target = [R];
     #[inline(always)]
     fn deref(&self) -> &[R] {
-        aligned_numbers(&self.words, self.len)
+        numbers(&self.words[self.start..], self.len)
     }
 }
 
 impl<R: Plain> DerefMut for Scratch<R> {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut [R] {
-        aligned_numbers_mut(&mut self.words, self.len)
+        numbers_mut(&mut self.words[self.start..], self.len)
     }
 }
 

@@ -213,10 +213,9 @@ fn column_softmax<S: Simd>(
     S::call(
         #[inline(always)]
         move || {
-            for i in 0..tokens {
-                for j in 0..heads {
-                    let (x, y, head) =
-                        (x.row([0, i, j]), y.row([0, i, j]), columns.head::<S>(first + j));
+            for (j, head) in (0..heads).zip(columns.heads_from::<S>(first)) {
+                for i in 0..tokens {
+                    let (x, y) = (x.row([0, i, j]), y.row([0, i, j]));
                     for segment in segments.joined() {
                         let x = Source::<S>::new(&x[segment.features()], soon);
                         let (shift, inverse) =

@@ -49,14 +49,28 @@ impl Columns {
         &mut self.statistics
     }
 
-    /// Those of one head, counted over all batch entries.
+    /// Those of neighbouring heads, from one on, counted over all batch entries.
     #[inline(always)]
-    pub(super) fn head<S: Simd>(&self, head: usize) -> HeadColumns<'_> {
-        let (group, width, len) = (self.heads * self.width, self.width, self.len());
-        let all = &self.statistics[head / self.heads * len..][..len];
-        let at = head % self.heads * width;
-        let (shift, inverse) = (&all[at..][..width], &all[group + at..][..width]);
-        HeadColumns { shift, inverse, in_range: V::<S>::get(all, 2 * group).sum() != 0.0 }
+    pub(super) fn heads_from<S: Simd>(&self, first: usize) -> impl Iterator<Item = HeadColumns<'_>> {
+        let (heads, width, len) = (self.heads, self.width, self.len());
+        let inverses = heads * width;
+        let mut groups = self.statistics[first / heads * len..].chunks_exact(len);
+        let (mut group, mut slot) = (groups.next(), first % heads);
+        std::iter::from_fn(
+            #[inline(always)]
+            move || {
+                if slot == heads {
+                    (group, slot) = (groups.next(), 0);
+                }
+                let (all, at) = (group?, slot * width);
+                slot += 1;
+                Some(HeadColumns {
+                    shift: &all[at..][..width],
+                    inverse: &all[inverses + at..][..width],
+                    in_range: V::<S>::get(all, 2 * inverses).largest() != 0.0,
+                })
+            },
+        )
     }
 }
 

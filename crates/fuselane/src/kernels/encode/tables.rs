@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::segments::padded;
 use crate::exec::scratch::Scratch;
 use crate::kernels::lanes::{Lane, to_lanes};
+use crate::kernels::sweep::sweep;
 use crate::kernels::tile::InputTile;
 use crate::ops::angles::{AngleSplit, Angles, Coordinates, MAX_AXES, Placement, TableAxis};
 use crate::simd::{Kernel, LANES, Simd, V};
@@ -285,17 +286,22 @@ impl Tables {
         heads: &Range<usize>,
         coordinates: V<S>,
     ) {
+        let ([cos_at, sin_at], width) = (self.at(slot, 0), self.width);
+        let (frequencies, cosines, sines) = (&*self.frequencies, &mut *self.cos, &mut *self.sin);
+        let (start, len) = (range.start, range.len());
         for head in 0..heads.len() {
-            let [cos, sin] = self.at(slot, head);
-            let from = (heads.start + head) * self.width;
-            let theta = &self.frequencies[from + range.start..from + range.end];
-            let cos = &mut self.cos[cos + range.start..cos + range.end];
-            let sin = &mut self.sin[sin + range.start..sin + range.end];
-            for i in (0..theta.len()).step_by(LANES) {
-                let (s, c) = (coordinates * V::get(theta, i)).sin_cos();
-                s.set(sin, i);
-                c.set(cos, i);
-            }
+            let at = head * width + start;
+            let theta = &frequencies[heads.start * width + at..][..len];
+            let (cos, sin) = (&mut cosines[cos_at + at..][..len], &mut sines[sin_at + at..][..len]);
+            sweep::<S>(
+                len,
+                #[inline(always)]
+                |at| {
+                    let (s, c) = (coordinates * V::at(theta, at)).sin_cos();
+                    s.set_at(sin, at);
+                    c.set_at(cos, at);
+                },
+            );
         }
     }
 

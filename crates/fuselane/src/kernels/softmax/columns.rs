@@ -113,16 +113,15 @@ fn sums_in_range<S: Simd>(x: InputRows<'_, S::Elem>, sums: &mut [Lane]) -> bool 
     S::call(
         #[inline(always)]
         move || {
-            let (mut range, soon) = (V::<S>::zero(), soon(&x));
-            sum_columns::<S, 1, 2>(
+            let soon = soon(&x);
+            let range = sum_columns::<S, 1, 2>(
                 x.count(),
                 x.len(),
                 [sums],
                 #[inline(always)]
-                |r, at, [sum]| {
+                |r, at, [sum], range| {
                     let x = Source::<S>::new(x.row(r), soon).load(at);
-                    range = x.abs().max(range);
-                    [sum + x.exp_fast_in_range()]
+                    ([sum + x.exp_fast_in_range()], x.abs().max(range))
                 },
             );
             range.largest() <= IN_RANGE
@@ -146,7 +145,9 @@ fn shifted_sums<S: Simd>(
                 x.len(),
                 [sums],
                 #[inline(always)]
-                |r, at, [sum]| [sum + exp(V::load(x.row(r), at) - V::at(shift, at))],
+                |r, at, [sum], range| {
+                    ([sum + exp(V::load(x.row(r), at) - V::at(shift, at))], range)
+                },
             );
         },
     );
@@ -181,15 +182,16 @@ impl<S: Simd> Compensated<S> {
     }
 }
 
-/// `N` sums down each column: `add` adds what a block of some row brings. `K` blocks of columns go
-/// together, down the rows of a chunk, while their sums stay in registers.
+/// `N` sums down each column, and a maximum over all, from 0 on: `add` adds what a block of some row
+/// brings. `K` blocks of columns go together, down the rows of a chunk, while their sums stay in registers.
 #[inline(always)]
 fn sum_columns<S: Simd, const N: usize, const K: usize>(
     rows: usize,
     len: usize,
     mut totals: [&mut [Lane]; N],
-    mut add: impl FnMut(usize, At, [V<S>; N]) -> [V<S>; N],
-) {
+    add: impl Fn(usize, At, [V<S>; N], V<S>) -> ([V<S>; N], V<S>),
+) -> V<S> {
+    let mut maximum = V::zero();
     let room = len.next_multiple_of(LANES);
     let mut lost = Scratch::<Lane>::zeros(N * room);
     for total in &mut totals {
@@ -201,19 +203,23 @@ fn sum_columns<S: Simd, const N: usize, const K: usize>(
         while i < len {
             let mut sums = [[V::zero(); N]; K];
             let many = i + all <= len;
+            // Of its own for a chunk, so that it is in a register: a call at the tail would have the loops
+            // keep that of all rows in memory.
+            let mut range = V::zero();
             if many {
                 for r in start..end {
                     for (slot, sums) in sums.iter_mut().enumerate() {
                         let at = At { i: i + slot * LANES, n: LANES, slot, in_step: all == STEP };
-                        *sums = add(r, at, *sums);
+                        (*sums, range) = add(r, at, *sums, range);
                     }
                 }
             } else {
                 let at = At { i, n: LANES.min(len - i), slot: 0, in_step: false };
                 for r in start..end {
-                    sums[0] = add(r, at, sums[0]);
+                    (sums[0], range) = add(r, at, sums[0], range);
                 }
             }
+            maximum = maximum.max(range);
             for sums in &sums[..if many { K } else { 1 }] {
                 for (k, &term) in sums.iter().enumerate() {
                     let (total, lost) = (&mut *totals[k], &mut lost[k * room..]);
@@ -232,6 +238,7 @@ fn sum_columns<S: Simd, const N: usize, const K: usize>(
             Compensated { sum: V::get(total, i), lost }.value().set(total, i);
         }
     }
+    maximum
 }
 
 /// Writes the rows of a tile.
@@ -375,9 +382,9 @@ fn totals<S: Simd, F: Form>(
                 grad.len(),
                 [totals],
                 #[inline(always)]
-                |r, at, [total]| {
+                |r, at, [total], range| {
                     let o = Source::<S>::new(o.row(r), o_soon).load(at);
-                    [F::add(total, o, Source::new(grad.row(r), grad_soon).load(at))]
+                    ([F::add(total, o, Source::new(grad.row(r), grad_soon).load(at))], range)
                 },
             );
         },
@@ -443,9 +450,9 @@ fn sums_and_totals<S: Simd, F: Form>(
                 x.len(),
                 sums,
                 #[inline(always)]
-                |r, at, [sum, total]| {
+                |r, at, [sum, total], range| {
                     let e = (V::load(x.row(r), at) - V::at(shift, at)).exp();
-                    [sum + e, F::add(total, e, V::load(grad.row(r), at))]
+                    ([sum + e, F::add(total, e, V::load(grad.row(r), at))], range)
                 },
             );
         },
