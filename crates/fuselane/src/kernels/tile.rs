@@ -1,7 +1,6 @@
 //! Rows at equal distances along two dimensions, as kernels see them: those of operands, and of scratch.
 
 use std::marker::PhantomData;
-use std::ops::Range;
 
 use crate::simd::{LANES, NON_TEMPORAL_ALIGN};
 
@@ -68,14 +67,13 @@ impl<P: Copy> Rows<P> {
         Self { base, steps: [0, outer, inner], counts: [1, rows[0], rows[1]], len }
     }
 
-    /// Leaves the first rows along each dimension, and the first `len` columns. Where a loop's bounds are
-    /// these numbers, its indices need no check.
+    /// Leaves the first rows along each dimension. Where a loop's bounds are these numbers, its indices
+    /// need no check.
     #[inline(always)]
-    fn shrink(&mut self, counts: [usize; 3], len: usize) {
+    fn shrink(&mut self, counts: [usize; 3]) {
         let [entries, rows, columns] = self.counts;
         assert!(counts[0] <= entries && counts[1] <= rows && counts[2] <= columns);
-        assert!(len <= self.len);
-        (self.counts, self.len) = (counts, len);
+        self.counts = counts;
     }
 
     /// Bytes from the first row to one of the tile.
@@ -137,18 +135,10 @@ impl<'r, T: Copy> InputTile<'r, T> {
         self.ahead
     }
 
-    /// Leaves the first rows (entries, along the first and the last dimension) and columns.
+    /// Leaves the first rows: entries, and along the first and the last dimension.
     #[inline(always)]
-    pub(crate) fn shrink(&mut self, counts: [usize; 3], len: usize) {
-        self.rows.shrink(counts, len);
-    }
-
-    /// Some columns, as rows of their own.
-    #[inline(always)]
-    pub(crate) fn narrow(self, columns: Range<usize>) -> Self {
-        assert!(columns.start <= columns.end && columns.end <= self.rows.len);
-        let (base, len) = (self.rows.base.wrapping_add(columns.start), columns.len());
-        Self { rows: Rows { base, len, ..self.rows }, ..self }
+    pub(crate) fn shrink(&mut self, counts: [usize; 3]) {
+        self.rows.shrink(counts);
     }
 }
 
@@ -187,19 +177,8 @@ impl<'r, T: Copy> OutputTile<'r, T> {
 
     /// As [`InputTile::shrink`].
     #[inline(always)]
-    pub(crate) fn shrink(&mut self, counts: [usize; 3], len: usize) {
-        self.rows.shrink(counts, len);
-    }
-
-    /// Cuts the rows in two at a column.
-    #[inline(always)]
-    pub(crate) fn split_at(self, column: usize) -> [Self; 2] {
-        let rows = self.rows;
-        assert!(column <= rows.len);
-        let behind = Rows { base: rows.base.wrapping_add(column), len: rows.len - column, ..rows };
-        // Rows of an output do not overlap, and columns neither.
-        let first = Self { rows: Rows { len: column, ..rows }, memory: PhantomData };
-        [first, Self { rows: behind, memory: PhantomData }]
+    pub(crate) fn shrink(&mut self, counts: [usize; 3]) {
+        self.rows.shrink(counts);
     }
 
     /// Whether rows that are cut at these columns can be stored non-temporally whole. A cache line of which

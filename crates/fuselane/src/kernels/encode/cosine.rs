@@ -51,14 +51,14 @@ impl Encoding for Waves {
 
     #[inline(always)]
     fn forward<S: Simd, X: Input<S>, O: Output<S>>(&self, loops: Loops<'_>, x: X, o: O) {
-        let ([x, ..], [cosines, sines, ..]) = (x.cut(), o.cut());
-        loops.encode(*self, self.features, [x], [cosines, sines]);
+        let ([first, ..], [cosines, sines, ..]) = (x.starts(), o.starts());
+        loops.encode(*self, self.features, (x, [first]), (o, [cosines, sines]));
     }
 
     #[inline(always)]
     fn backward<S: Simd, X: Input<S>, O: Output<S>>(&self, loops: Loops<'_>, grad: X, dx: O) {
-        let ([cosines, sines, ..], [dx, ..]) = (grad.cut(), dx.cut());
-        loops.encode(*self, self.features, [cosines, sines], [dx]);
+        let ([cosines, sines, ..], [first, ..]) = (grad.starts(), dx.starts());
+        loops.encode(*self, self.features, (grad, [cosines, sines]), (dx, [first]));
     }
 
     #[inline(always)]

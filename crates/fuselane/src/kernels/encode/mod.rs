@@ -30,14 +30,13 @@ pub(crate) use walk::Walk;
 
 use super::lanes::Lane;
 use super::sweep::{At, sweep};
-use super::tile::InputTile;
 use crate::ops::act::Act;
 use crate::ops::angles::{Angles, Placement};
 use crate::ops::encode::FusedAct;
 use crate::plan::{self, Pairs};
 use crate::simd::{Simd, V};
 use segments::padded;
-use tables::AnglePlan;
+use tables::{AnglePlan, TableRows};
 
 /// How rows are encoded by the cosines and sines of their angles.
 pub(crate) trait Encoding: Copy + Sync {
@@ -116,26 +115,27 @@ pub(crate) struct Loops<'t> {
     /// Batch entries, whose rows are interleaved.
     entries: usize,
     /// Cosines and sines.
-    tables: [InputTile<'t, Lane>; 2],
+    tables: TableRows<'t>,
 }
 
 impl<'t> Loops<'t> {
     /// The cosines and sines of a row.
     #[inline(always)]
     fn angle(&self, i: usize, j: usize) -> Angle<'t> {
-        let [cos, sin] = self.tables;
-        Angle { cos: cos.row([0, i, j]), sin: sin.row([0, i, j]) }
+        self.tables.row(i, j, self.tables.width)
     }
 
-    /// Applies a formula to rows of `len` features.
+    /// Applies a formula to segments of `len` features. `x` and `o` come with the segments' beginnings;
+    /// `o` goes back, for others.
     #[inline(always)]
     fn encode<S, F, X, O, const I: usize, const K: usize>(
         self,
         formula: F,
         len: usize,
-        mut x: [X; I],
-        mut o: [O; K],
-    ) where
+        (mut x, from): (X, [usize; I]),
+        (mut o, to): (O, [usize; K]),
+    ) -> O
+    where
         S: Simd,
         F: Formula<I, K>,
         X: Input<S>,
@@ -143,42 +143,33 @@ impl<'t> Loops<'t> {
     {
         const { assert!(1 <= I && I <= 2 && 1 <= K && K <= 2) };
         if len == 0 {
-            return;
+            return o;
         }
         S::call(
             #[inline(always)]
             move || {
-                let Self { rows: [tokens, heads], entries, tables: [mut cos, mut sin] } = self;
+                let Self { rows: [tokens, heads], entries, mut tables } = self;
                 let entries = if S::PIPELINE { entries } else { 1 };
-                let counts = [entries, tokens, heads];
-                for x in &mut x {
-                    x.shrink(counts, len);
-                }
-                for o in &mut o {
-                    o.shrink(counts, len);
-                }
+                x.shrink([entries, tokens, heads]);
+                o.shrink([entries, tokens, heads]);
+                tables.rows.shrink([1, tokens, heads]);
                 let width = if F::TABLES { padded(len) } else { 0 };
-                cos.shrink([1, tokens, heads], width);
-                sin.shrink([1, tokens, heads], width);
+                let second = if K == 2 { Some(to[K - 1]) } else { None };
                 for i in 0..tokens {
                     for j in 0..heads {
-                        let angle = Angle { cos: cos.row([0, i, j]), sin: sin.row([0, i, j]) };
+                        let angle = tables.row(i, j, width);
                         for m in 0..entries {
-                            let index = [m, i, j];
-                            let (a, b) = (x[0].row(index), x[I - 1].row(index));
-                            let (first, second) = o.split_at_mut(1);
-                            let mut c = first[0].row(index);
-                            let mut d = second.first_mut().map(
-                                #[inline(always)]
-                                |o| o.row(index),
-                            );
+                            let row = x.row([m, i, j]);
+                            let a = X::segment(row, from[0], len);
+                            let b = X::segment(row, from[I - 1], len);
+                            let (mut c, mut d) = o.segments([m, i, j], len, to[0], second);
                             sweep::<S>(
                                 len,
                                 #[inline(always)]
                                 |at| {
-                                    let mut blocks = [x[0].load(a, at); I];
+                                    let mut blocks = [x.load(a, at); I];
                                     if I == 2 {
-                                        blocks[I - 1] = x[I - 1].load(b, at);
+                                        blocks[I - 1] = x.load(b, at);
                                     }
                                     let blocks = formula.apply(blocks, angle, at);
                                     c.put(at, blocks[0]);
@@ -190,8 +181,9 @@ impl<'t> Loops<'t> {
                         }
                     }
                 }
+                o
             },
-        );
+        )
     }
 }
 

@@ -12,13 +12,16 @@ use crate::simd::{NON_TEMPORAL_ALIGN, Simd, V};
 pub(crate) trait Input<S: Simd>: Copy {
     type Row: Copy;
 
-    /// The segments, as rows of their own.
-    fn cut(self) -> [Self; 4];
+    /// Where the segments of a row begin.
+    fn starts(&self) -> [usize; 4];
 
-    /// Leaves the first rows and features.
-    fn shrink(&mut self, counts: [usize; 3], len: usize);
+    /// Leaves the first rows.
+    fn shrink(&mut self, counts: [usize; 3]);
 
     fn row(&self, index: [usize; 3]) -> Self::Row;
+
+    /// `len` features of a row, which begin at `start`.
+    fn segment(row: Self::Row, start: usize, len: usize) -> Self::Row;
 
     /// A block of a row.
     fn load(&self, row: Self::Row, at: At) -> V<S>;
@@ -30,13 +33,21 @@ pub(crate) trait Output<S: Simd>: Sized {
     where
         Self: 'r;
 
-    /// The segments, as rows of their own.
-    fn cut(self) -> [Self; 4];
+    /// Where the segments of a row begin.
+    fn starts(&self) -> [usize; 4];
 
-    /// Leaves the first rows and features.
-    fn shrink(&mut self, counts: [usize; 3], len: usize);
+    /// Leaves the first rows.
+    fn shrink(&mut self, counts: [usize; 3]);
 
-    fn row(&mut self, index: [usize; 3]) -> Self::Row<'_>;
+    /// `len` features of a row, which begin at `first`, and as many behind these, which begin at `second`,
+    /// if that is asked for.
+    fn segments(
+        &mut self,
+        index: [usize; 3],
+        len: usize,
+        first: usize,
+        second: Option<usize>,
+    ) -> (Self::Row<'_>, Option<Self::Row<'_>>);
 }
 
 /// A row that is written.
@@ -64,25 +75,24 @@ impl<'t, S: Simd, F: Fn(V<S>) -> V<S> + Copy> Input<S> for Elements<'t, S, F> {
     type Row = Source<'t, S>;
 
     #[inline(always)]
-    fn cut(self) -> [Self; 4] {
-        let [a, b, c, d] = narrow(self.tile, self.segments.features());
-        [
-            Self { tile: a, ..self },
-            Self { tile: b, ..self },
-            Self { tile: c, ..self },
-            Self { tile: d, ..self },
-        ]
+    fn starts(&self) -> [usize; 4] {
+        first_four(self.segments.features())
     }
 
     #[inline(always)]
-    fn shrink(&mut self, counts: [usize; 3], len: usize) {
-        self.tile.shrink(counts, len);
+    fn shrink(&mut self, counts: [usize; 3]) {
+        self.tile.shrink(counts);
     }
 
     #[inline(always)]
     fn row(&self, index: [usize; 3]) -> Self::Row {
         // Into the second-level cache, as the first one holds the tables and scratch of this tile.
         Source::new(self.tile.row(index), Prefetch::L2(self.tile.ahead()))
+    }
+
+    #[inline(always)]
+    fn segment(row: Self::Row, start: usize, len: usize) -> Self::Row {
+        row.narrow(start, len)
     }
 
     #[inline(always)]
@@ -102,24 +112,23 @@ impl<'t, S: Simd> Input<S> for Lanes<'t> {
     type Row = &'t [Lane];
 
     #[inline(always)]
-    fn cut(self) -> [Self; 4] {
-        let [a, b, c, d] = narrow(self.tile, self.segments.scratch());
-        [
-            Self { tile: a, ..self },
-            Self { tile: b, ..self },
-            Self { tile: c, ..self },
-            Self { tile: d, ..self },
-        ]
+    fn starts(&self) -> [usize; 4] {
+        first_four(self.segments.scratch())
     }
 
     #[inline(always)]
-    fn shrink(&mut self, counts: [usize; 3], len: usize) {
-        self.tile.shrink(counts, padded(len));
+    fn shrink(&mut self, counts: [usize; 3]) {
+        self.tile.shrink(counts);
     }
 
     #[inline(always)]
     fn row(&self, index: [usize; 3]) -> Self::Row {
         self.tile.row(index)
+    }
+
+    #[inline(always)]
+    fn segment(row: Self::Row, start: usize, len: usize) -> Self::Row {
+        &row[start..][..padded(len)]
     }
 
     #[inline(always)]
@@ -177,28 +186,39 @@ where
         Self: 'r;
 
     #[inline(always)]
-    fn cut(self) -> [Self; 4] {
-        let Self { tile, segments, round } = self;
-        let [a, b, c, d] = cut(tile, segments.features());
-        [
-            Self { tile: a, segments, round },
-            Self { tile: b, segments, round },
-            Self { tile: c, segments, round },
-            Self { tile: d, segments, round },
-        ]
+    fn starts(&self) -> [usize; 4] {
+        first_four(self.segments.features())
     }
 
     #[inline(always)]
-    fn shrink(&mut self, counts: [usize; 3], len: usize) {
-        self.tile.shrink(counts, len);
+    fn shrink(&mut self, counts: [usize; 3]) {
+        self.tile.shrink(counts);
     }
 
     #[inline(always)]
-    fn row(&mut self, index: [usize; 3]) -> Self::Row<'_> {
-        let row = self.tile.row(index);
+    fn segments(
+        &mut self,
+        index: [usize; 3],
+        len: usize,
+        first: usize,
+        second: Option<usize>,
+    ) -> (Self::Row<'_>, Option<Self::Row<'_>>) {
+        let round = self.round;
+        let (first, second) = two_segments(self.tile.row(index), len, first, second);
+        let second = second.map(
+            #[inline(always)]
+            |row| RoundedRow::new::<NON_TEMPORAL>(row, round),
+        );
+        (RoundedRow::new::<NON_TEMPORAL>(first, round), second)
+    }
+}
+
+impl<'r, S: Simd, R> RoundedRow<'r, S, R> {
+    #[inline(always)]
+    fn new<const NON_TEMPORAL: bool>(row: &'r mut [S::Elem], round: R) -> Self {
         let aligned = (row.as_ptr() as usize).is_multiple_of(NON_TEMPORAL_ALIGN);
         assert!(aligned || !NON_TEMPORAL);
-        RoundedRow { sink: RowSink::new(row, NON_TEMPORAL), round: self.round }
+        Self { sink: RowSink::new(row, NON_TEMPORAL), round }
     }
 }
 
@@ -222,25 +242,24 @@ impl<'t, S: Simd> Output<S> for LanesMut<'t> {
         Self: 'r;
 
     #[inline(always)]
-    fn cut(self) -> [Self; 4] {
-        let Self { tile, segments } = self;
-        let [a, b, c, d] = cut(tile, segments.scratch());
-        [
-            Self { tile: a, segments },
-            Self { tile: b, segments },
-            Self { tile: c, segments },
-            Self { tile: d, segments },
-        ]
+    fn starts(&self) -> [usize; 4] {
+        first_four(self.segments.scratch())
     }
 
     #[inline(always)]
-    fn shrink(&mut self, counts: [usize; 3], len: usize) {
-        self.tile.shrink(counts, padded(len));
+    fn shrink(&mut self, counts: [usize; 3]) {
+        self.tile.shrink(counts);
     }
 
     #[inline(always)]
-    fn row(&mut self, index: [usize; 3]) -> Self::Row<'_> {
-        self.tile.row(index)
+    fn segments(
+        &mut self,
+        index: [usize; 3],
+        len: usize,
+        first: usize,
+        second: Option<usize>,
+    ) -> (Self::Row<'_>, Option<Self::Row<'_>>) {
+        two_segments(self.tile.row(index), padded(len), first, second)
     }
 }
 
@@ -251,19 +270,21 @@ impl<S: Simd> OutputRow<S> for &mut [Lane] {
     }
 }
 
-/// The segments of rows to read. (Array by array, as `map` of an array is not inlined.)
+/// Where segments begin, without where the last ends.
 #[inline(always)]
-fn narrow<T: Copy>(tile: InputTile<'_, T>, edges: [usize; 5]) -> [InputTile<'_, T>; 4] {
-    let [start, a, b, c, end] = edges;
-    [tile.narrow(start..a), tile.narrow(a..b), tile.narrow(b..c), tile.narrow(c..end)]
+fn first_four([a, b, c, d, _]: [usize; 5]) -> [usize; 4] {
+    [a, b, c, d]
 }
 
-/// Cuts rows where segments begin.
+/// What [`Output::segments`] gives, of a slice.
 #[inline(always)]
-fn cut<T: Copy>(tile: OutputTile<'_, T>, [_, a, b, c, end]: [usize; 5]) -> [OutputTile<'_, T>; 4] {
-    assert!(end <= tile.len());
-    let [first, rest] = tile.split_at(a);
-    let [second, rest] = rest.split_at(b - a);
-    let [third, fourth] = rest.split_at(c - b);
-    [first, second, third, fourth]
+fn two_segments<T>(
+    row: &mut [T],
+    len: usize,
+    first: usize,
+    second: Option<usize>,
+) -> (&mut [T], Option<&mut [T]>) {
+    let Some(second) = second else { return (&mut row[first..][..len], None) };
+    let (row, behind) = row.split_at_mut(second);
+    (&mut row[first..][..len], Some(&mut behind[..len]))
 }

@@ -52,14 +52,15 @@ impl Rotation {
         o: O,
     ) {
         let [first, between, _, behind] = self.lengths();
-        let ([x1, x_between, x2, x_behind], [o1, o_between, o2, o_behind]) = (x.cut(), o.cut());
-        if self.second.is_some() {
-            loops.encode(Halves::<BACK>, first, [x1, x2], [o1, o2]);
+        let ([x1, x_between, x2, x_behind], [o1, o_between, o2, o_behind]) =
+            (x.starts(), o.starts());
+        let o = if self.second.is_some() {
+            loops.encode(Halves::<BACK>, first, (x, [x1, x2]), (o, [o1, o2]))
         } else {
-            loops.encode(Interleaved::<BACK>, first, [x1], [o1]);
-        }
-        loops.encode(Pass, between, [x_between], [o_between]);
-        loops.encode(Pass, behind, [x_behind], [o_behind]);
+            loops.encode(Interleaved::<BACK>, first, (x, [x1]), (o, [o1]))
+        };
+        let o = loops.encode(Pass, between, (x, [x_between]), (o, [o_between]));
+        loops.encode(Pass, behind, (x, [x_behind]), (o, [o_behind]));
     }
 
     /// The features of each segment of a row. With halves these are the first ones of the pairs, the

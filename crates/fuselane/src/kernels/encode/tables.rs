@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::Angle;
 use super::segments::padded;
 use crate::exec::scratch::Scratch;
 use crate::kernels::lanes::{Lane, to_lanes};
@@ -114,9 +115,9 @@ pub(super) struct Tables {
     width: usize,
     /// Heads with angles of their own in a tile.
     heads: usize,
-    cos: Scratch<Lane>,
-    sin: Scratch<Lane>,
-    /// Where the entries begin in the two.
+    /// Cosines in the first half, and sines in the second one.
+    entries: Scratch<Lane>,
+    /// Where they begin.
     starts: [usize; 2],
     /// The frequencies as the sines have them, for all rows of theta.
     frequencies: Scratch<Lane>,
@@ -124,6 +125,26 @@ pub(super) struct Tables {
     gathered: Scratch<f32>,
     /// What was filled in last: token of the tile, coordinates, first head.
     last: Option<(usize, Coordinates, usize)>,
+}
+
+/// Cosines and sines of some tokens and heads.
+#[derive(Clone, Copy)]
+pub(super) struct TableRows<'t> {
+    /// Each from its cosines to the end of its sines.
+    pub(super) rows: InputTile<'t, Lane>,
+    /// Where the sines begin.
+    sin: usize,
+    /// How many there are of each.
+    pub(super) width: usize,
+}
+
+impl<'t> TableRows<'t> {
+    /// The first `width` of those of a token and head.
+    #[inline(always)]
+    pub(super) fn row(&self, i: usize, j: usize, width: usize) -> Angle<'t> {
+        let row = self.rows.row([0, i, j]);
+        Angle { cos: &row[..width], sin: &row[self.sin..][..width] }
+    }
 }
 
 impl Tables {
@@ -150,8 +171,9 @@ impl Tables {
             Source::Table { .. } => gathered = Scratch::new(2 * padded(count)),
         }
         let room = tokens * heads * width + PAGE / size_of::<Lane>();
-        let [cos, sin] = [(); 2].map(|()| Scratch::new(room));
-        Self { step, width, heads, cos, sin, starts: [0; 2], frequencies, gathered, last: None }
+        let starts = [0, padded(room)];
+        let entries = Scratch::new(2 * padded(room));
+        Self { step, width, heads, entries, starts, frequencies, gathered, last: None }
     }
 
     /// Moves the tables to where their rows are not taken for those of an output at `address`: a load
@@ -163,8 +185,9 @@ impl Tables {
         if self.last.is_some() && plan.split.axes > 1 {
             return;
         }
-        let starts =
-            [start(&self.cos, address + COS_DISTANCE), start(&self.sin, address + SIN_DISTANCE)];
+        let half = self.entries.len() / 2;
+        let (cos, sin) = self.entries.split_at(half);
+        let starts = [start(cos, address + COS_DISTANCE), half + start(sin, address + SIN_DISTANCE)];
         if starts != self.starts {
             (self.starts, self.last) = (starts, None);
         }
@@ -206,12 +229,12 @@ impl Tables {
         plan: &AnglePlan<'_>,
         token: usize,
         rows: [usize; 2],
-    ) -> [InputTile<'_, Lane>; 2] {
+    ) -> TableRows<'_> {
         let steps = [self.heads * self.width, if plan.shared { 0 } else { self.width }];
-        let ([cos, sin], first) = (self.starts, token * steps[0]);
-        let cos = InputTile::strided(&self.cos[cos + first..], rows, steps, self.width);
-        let sin = InputTile::strided(&self.sin[sin + first..], rows, steps, self.width);
-        [cos, sin]
+        let [cos, sin] = self.starts;
+        let (width, sin) = (self.width, sin - cos);
+        let entries = &self.entries[cos + token * steps[0]..];
+        TableRows { rows: InputTile::strided(entries, rows, steps, sin + width), sin, width }
     }
 
     /// Where the cosines and sines of a head begin.
@@ -270,8 +293,8 @@ impl Tables {
             for head in 0..heads.len() {
                 let ([cos, sin], [to_cos, to_sin]) = (self.at(last, head), self.at(slot, head));
                 let Range { start, end } = range;
-                self.cos.copy_within(cos + start..cos + end, to_cos + start);
-                self.sin.copy_within(sin + start..sin + end, to_sin + start);
+                self.entries.copy_within(cos + start..cos + end, to_cos + start);
+                self.entries.copy_within(sin + start..sin + end, to_sin + start);
             }
         }
         true
@@ -287,12 +310,13 @@ impl Tables {
         coordinates: V<S>,
     ) {
         let ([cos_at, sin_at], width) = (self.at(slot, 0), self.width);
-        let (frequencies, cosines, sines) = (&*self.frequencies, &mut *self.cos, &mut *self.sin);
+        let frequencies = &*self.frequencies;
+        let (cosines, sines) = self.entries[cos_at..].split_at_mut(sin_at - cos_at);
         let (start, len) = (range.start, range.len());
         for head in 0..heads.len() {
             let at = head * width + start;
             let theta = &frequencies[heads.start * width + at..][..len];
-            let (cos, sin) = (&mut cosines[cos_at + at..][..len], &mut sines[sin_at + at..][..len]);
+            let (cos, sin) = (&mut cosines[at..][..len], &mut sines[at..][..len]);
             sweep::<S>(
                 len,
                 #[inline(always)]
@@ -329,8 +353,8 @@ impl Tables {
                 cos[range.clone()].copy_from_slice(&all[0][first..first + entry.width]);
                 sin[range].copy_from_slice(&all[1][first..first + entry.width]);
             }
-            lay_out::<S>(cos, step, 1.0, &mut self.cos[cos_at..cos_at + width]);
-            lay_out::<S>(sin, step, -1.0, &mut self.sin[sin_at..sin_at + width]);
+            lay_out::<S>(cos, step, 1.0, &mut self.entries[cos_at..cos_at + width]);
+            lay_out::<S>(sin, step, -1.0, &mut self.entries[sin_at..sin_at + width]);
         }
     }
 }
@@ -343,7 +367,7 @@ const COS_DISTANCE: usize = 768;
 const SIN_DISTANCE: usize = 1024;
 
 /// The first whole block of scratch whose address is like a given one.
-fn start(scratch: &Scratch<Lane>, like: usize) -> usize {
+fn start(scratch: &[Lane], like: usize) -> usize {
     let bytes = like.wrapping_sub(scratch.as_ptr() as usize) % PAGE;
     bytes / size_of::<Lane>() / LANES * LANES
 }
