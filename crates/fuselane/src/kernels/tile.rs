@@ -18,6 +18,23 @@ pub(crate) struct Tile {
     pub(crate) next: [usize; 3],
 }
 
+/// Calls `row` with the index of each row: entries innermost, then the last dimension. This is one loop, as of
+/// three nested ones each would keep its own pointers to each operand.
+#[inline(always)]
+pub(crate) fn for_each_row([entries, outer, inner]: [usize; 3], mut row: impl FnMut([usize; 3])) {
+    let [mut m, mut i, mut j] = [0; 3];
+    for _ in 0..entries * outer * inner {
+        row([m, i, j]);
+        m += 1;
+        if m == entries {
+            (m, j) = (0, j + 1);
+        }
+        if j == inner {
+            (i, j) = (i + 1, 0);
+        }
+    }
+}
+
 /// Rows to read.
 #[derive(Clone, Copy)]
 pub(crate) struct InputTile<'r, T> {

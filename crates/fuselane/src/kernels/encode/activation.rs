@@ -10,7 +10,7 @@ use crate::kernels::lanes::{Lane, to_index_order, to_lanes};
 use crate::kernels::softmax::{IN_RANGE, exp_row};
 use crate::kernels::source::{Prefetch, Source};
 use crate::kernels::sweep::sweep;
-use crate::kernels::tile::{InputTile, OutputTile};
+use crate::kernels::tile::{InputTile, OutputTile, for_each_row};
 use crate::ops::act::Act;
 use crate::simd::{LANES, Simd, V};
 
@@ -84,15 +84,17 @@ fn values<S: Simd>(
     mut y: OutputTile<'_, Lane>,
 ) {
     let soon = Prefetch::L2(x.ahead());
-    for i in 0..tokens {
-        for j in 0..heads {
+    for_each_row(
+        [1, tokens, heads],
+        #[inline(always)]
+        |[_, i, j]| {
             let (x, y) = (x.row([0, i, j]), y.row([0, i, j]));
             for segment in segments.joined() {
                 let x = Source::<S>::new(&x[segment.features()], soon);
                 act::values(act, true, x, &mut y[segment.scratch()]);
             }
-        }
-    }
+        },
+    );
 }
 
 /// The softmax of each row.
@@ -113,11 +115,13 @@ fn row_softmax<S: Simd>(
     S::call(
         #[inline(always)]
         move || {
-            for i in 0..rows[0] {
-                for j in 0..rows[1] {
+            for_each_row(
+                [1, rows[0], rows[1]],
+                #[inline(always)]
+                |[_, i, j]| {
                     let (x, y) = (x.row([0, i, j]), y.row([0, i, j]));
                     if fast && in_range::<S>(x) {
-                        continue;
+                        return;
                     }
                     let inverse = V::<S>::splat(exp_row::<S>(x, exponentials));
                     if segments.joined().len() == 1 {
@@ -132,8 +136,8 @@ fn row_softmax<S: Simd>(
                     for k in (0..y.len()).step_by(LANES) {
                         (V::get(y, k) * inverse).set(y, k);
                     }
-                }
-            }
+                },
+            );
         },
     );
 }
@@ -164,8 +168,10 @@ fn softmax_in_range<S: Simd>(
         #[inline(always)]
         move || {
             let mut range = V::<S>::zero();
-            for i in 0..tokens {
-                for j in 0..heads {
+            for_each_row(
+                [1, tokens, heads],
+                #[inline(always)]
+                |[_, i, j]| {
                     let (x, y) = (x.row([0, i, j]), y.row([0, i, j]));
                     let (len, x, mut sum) = (x.len(), Source::<S>::new(x, soon), V::zero());
                     sweep::<S>(
@@ -180,11 +186,13 @@ fn softmax_in_range<S: Simd>(
                         },
                     );
                     sum.set(sums, (i * heads + j) * LANES);
-                }
-            }
+                },
+            );
             // Apart, so that no row waits for its own sum.
-            for i in 0..tokens {
-                for j in 0..heads {
+            for_each_row(
+                [1, tokens, heads],
+                #[inline(always)]
+                |[_, i, j]| {
                     let (y, sum) =
                         (y.row([0, i, j]), V::<S>::get(sums, (i * heads + j) * LANES).sum());
                     let inverse = V::<S>::splat((1.0 / f64::from(sum)) as f32);
@@ -193,8 +201,8 @@ fn softmax_in_range<S: Simd>(
                         #[inline(always)]
                         |at| (V::at(y, at) * inverse).set_at(y, at),
                     );
-                }
-            }
+                },
+            );
             range.largest() <= IN_RANGE
         },
     )

@@ -14,7 +14,7 @@ use crate::kernels::sink::{RowSink, Sink};
 use crate::kernels::softmax::{IN_RANGE, exp_row};
 use crate::kernels::source::{Prefetch, Source};
 use crate::kernels::sweep::sweep;
-use crate::kernels::tile::{InputTile, OutputTile};
+use crate::kernels::tile::{InputTile, OutputTile, for_each_row};
 use crate::ops::act::Act;
 use crate::simd::{Kernel, LANES, Simd, V};
 
@@ -177,16 +177,18 @@ impl AngleSums {
             #[inline(always)]
             move || {
                 let [tokens, heads] = sub_tile.tile.rows;
-                for i in 0..tokens {
-                    for j in 0..heads {
+                for_each_row(
+                    [1, tokens, heads],
+                    #[inline(always)]
+                    |[_, i, j]| {
                         walk.encoding.angle_gradients::<S>(
                             [y.row([0, i, j]), g.row([0, i, j])],
                             grad.row([0, i, j]),
                             sub_tile.loops.angle(i, j),
                             self.row(walk, sub_tile, i, j),
                         );
-                    }
-                }
+                    },
+                );
             },
         );
     }
@@ -203,16 +205,18 @@ impl AngleSums {
         let split = &plan.angles.split;
         let ([token, batch, head], [tokens, heads]) = (sub_tile.tile.first, sub_tile.tile.rows);
         let mut numbers = std::mem::replace(&mut self.numbers, Scratch::new(0));
-        for i in 0..tokens {
-            for j in 0..heads {
+        for_each_row(
+            [1, tokens, heads],
+            #[inline(always)]
+            |[_, i, j]| {
                 let angles = self.row(walk, sub_tile, i, j);
                 to_index_order::<S>(angles, &mut numbers);
                 angles.fill(Lane::ZERO);
                 let row = if split.theta_heads == 1 { 0 } else { head + j };
                 let sums = &mut sums[row * split.count..][..split.count];
                 plan.angles.add_gradients([batch, walk.first + token + i], &numbers, step, sums);
-            }
-        }
+            },
+        );
         self.numbers = numbers;
     }
 }
@@ -234,16 +238,18 @@ impl<S: Simd> Gradient<'_, '_, S> {
     fn elementwise(mut self, act: Act, g: InputTile<'_, Lane>) {
         let soon = Prefetch::L2(self.x.ahead());
         let Self { x, segments, rows: [tokens, heads], ref mut dx, non_temporal } = self;
-        for i in 0..tokens {
-            for j in 0..heads {
+        for_each_row(
+            [1, tokens, heads],
+            #[inline(always)]
+            |[_, i, j]| {
                 let (x, g, dx) = (x.row([0, i, j]), g.row([0, i, j]), dx.row([0, i, j]));
                 for segment in segments.joined() {
                     let x = Source::<S>::new(&x[segment.features()], soon);
                     let dx = RowSink::new(&mut dx[segment.features()], non_temporal);
                     act::gradients(act, x, &g[segment.scratch()], dx);
                 }
-            }
-        }
+            },
+        );
     }
 
     /// dx = x' * (dx' - sum of x' * dx') by rows.
@@ -252,11 +258,13 @@ impl<S: Simd> Gradient<'_, '_, S> {
         S::call(
             #[inline(always)]
             move || {
-                for i in 0..self.rows[0] {
-                    for j in 0..self.rows[1] {
+                for_each_row(
+                    [1, self.rows[0], self.rows[1]],
+                    #[inline(always)]
+                    |[_, i, j]| {
                         self.row_gradient([i, j], [y.row([0, i, j]), g.row([0, i, j])]);
-                    }
-                }
+                    },
+                );
             },
         );
     }
@@ -280,8 +288,10 @@ impl<S: Simd> Gradient<'_, '_, S> {
         S::call(
             #[inline(always)]
             move || {
-                for i in 0..self.rows[0] {
-                    for j in 0..self.rows[1] {
+                for_each_row(
+                    [1, self.rows[0], self.rows[1]],
+                    #[inline(always)]
+                    |[_, i, j]| {
                         let dots = &dots[j * width..][..width];
                         self.softmax_row(
                             [i, j],
@@ -289,8 +299,8 @@ impl<S: Simd> Gradient<'_, '_, S> {
                             #[inline(always)]
                             |k| V::get(dots, k),
                         );
-                    }
-                }
+                    },
+                );
             },
         );
     }
@@ -337,19 +347,21 @@ impl<S: Simd> Gradient<'_, '_, S> {
         S::call(
             #[inline(always)]
             move || {
-                for i in 0..tokens {
-                    for j in 0..heads {
+                for_each_row(
+                    [1, tokens, heads],
+                    #[inline(always)]
+                    |[_, i, j]| {
                         let (x, g) = (self.x.row([0, i, j]), g.row([0, i, j]));
                         if in_range::<S>(x) {
-                            continue;
+                            return;
                         }
                         let inverse = V::<S>::splat(exp_row::<S>(x, y));
                         for k in (0..width).step_by(LANES) {
                             (V::get(y, k) * inverse).set(y, k);
                         }
                         self.row_gradient([i, j], [y, g]);
-                    }
-                }
+                    },
+                );
             },
         );
     }
@@ -368,8 +380,10 @@ impl<S: Simd> Gradient<'_, '_, S> {
             #[inline(always)]
             move || {
                 let mut range = V::<S>::zero();
-                for i in 0..tokens {
-                    for j in 0..heads {
+                for_each_row(
+                    [1, tokens, heads],
+                    #[inline(always)]
+                    |[_, i, j]| {
                         let (x, y, g) = (x.row([0, i, j]), y.row([0, i, j]), g.row([0, i, j]));
                         let (len, x) = (x.len(), Source::<S>::new(x, soon));
                         let (mut sum, mut dot) = (V::zero(), V::zero());
@@ -388,11 +402,13 @@ impl<S: Simd> Gradient<'_, '_, S> {
                         let k = 2 * (i * heads + j) * LANES;
                         sum.set(sums, k);
                         dot.set(sums, k + LANES);
-                    }
-                }
+                    },
+                );
                 // Apart, so that no row waits for its own sums.
-                for i in 0..tokens {
-                    for j in 0..heads {
+                for_each_row(
+                    [1, tokens, heads],
+                    #[inline(always)]
+                    |[_, i, j]| {
                         let k = 2 * (i * heads + j) * LANES;
                         let inverse = 1.0 / f64::from(V::<S>::get(sums, k).sum());
                         let dot = f64::from(V::<S>::get(sums, k + LANES).sum()) * inverse;
@@ -408,8 +424,8 @@ impl<S: Simd> Gradient<'_, '_, S> {
                                 dx.put(at, gradient.round_ties_away());
                             },
                         );
-                    }
-                }
+                    },
+                );
                 range.largest() <= IN_RANGE
             },
         )

@@ -51,7 +51,10 @@ impl Columns {
 
     /// Those of neighbouring heads, from one on, counted over all batch entries.
     #[inline(always)]
-    pub(super) fn heads_from<S: Simd>(&self, first: usize) -> impl Iterator<Item = HeadColumns<'_>> {
+    pub(super) fn heads_from<S: Simd>(
+        &self,
+        first: usize,
+    ) -> impl Iterator<Item = HeadColumns<'_>> {
         let (heads, width, len) = (self.heads, self.width, self.len());
         let inverses = heads * width;
         let mut groups = self.statistics[first / heads * len..].chunks_exact(len);

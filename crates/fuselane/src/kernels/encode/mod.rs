@@ -30,6 +30,7 @@ pub(crate) use walk::Walk;
 
 use super::lanes::Lane;
 use super::sweep::{At, sweep};
+use super::tile::for_each_row;
 use crate::ops::act::Act;
 use crate::ops::angles::{Angles, Placement};
 use crate::ops::encode::FusedAct;
@@ -149,38 +150,38 @@ impl<'t> Loops<'t> {
             #[inline(always)]
             move || {
                 let Self { rows: [tokens, heads], entries, mut tables } = self;
-                let entries = if S::PIPELINE { entries } else { 1 };
-                x.shrink([entries, tokens, heads]);
-                o.shrink([entries, tokens, heads]);
+                let counts = [if S::PIPELINE { entries } else { 1 }, tokens, heads];
+                x.shrink(counts);
+                o.shrink(counts);
                 tables.rows.shrink([1, tokens, heads]);
                 let width = if F::TABLES { padded(len) } else { 0 };
                 let second = if K == 2 { Some(to[K - 1]) } else { None };
-                for i in 0..tokens {
-                    for j in 0..heads {
-                        let angle = tables.row(i, j, width);
-                        for m in 0..entries {
-                            let row = x.row([m, i, j]);
-                            let a = X::segment(row, from[0], len);
-                            let b = X::segment(row, from[I - 1], len);
-                            let (mut c, mut d) = o.segments([m, i, j], len, to[0], second);
-                            sweep::<S>(
-                                len,
-                                #[inline(always)]
-                                |at| {
-                                    let mut blocks = [x.load(a, at); I];
-                                    if I == 2 {
-                                        blocks[I - 1] = x.load(b, at);
-                                    }
-                                    let blocks = formula.apply(blocks, angle, at);
-                                    c.put(at, blocks[0]);
-                                    if let Some(d) = &mut d {
-                                        d.put(at, blocks[K - 1]);
-                                    }
-                                },
-                            );
-                        }
-                    }
-                }
+                for_each_row(
+                    counts,
+                    #[inline(always)]
+                    |index| {
+                        let [_, i, j] = index;
+                        let (angle, row) = (tables.row(i, j, width), x.row(index));
+                        let a = X::segment(row, from[0], len);
+                        let b = X::segment(row, from[I - 1], len);
+                        let (mut c, mut d) = o.segments(index, len, to[0], second);
+                        sweep::<S>(
+                            len,
+                            #[inline(always)]
+                            |at| {
+                                let mut blocks = [x.load(a, at); I];
+                                if I == 2 {
+                                    blocks[I - 1] = x.load(b, at);
+                                }
+                                let blocks = formula.apply(blocks, angle, at);
+                                c.put(at, blocks[0]);
+                                if let Some(d) = &mut d {
+                                    d.put(at, blocks[K - 1]);
+                                }
+                            },
+                        );
+                    },
+                );
                 o
             },
         )

@@ -187,7 +187,8 @@ impl Tables {
         }
         let half = self.entries.len() / 2;
         let (cos, sin) = self.entries.split_at(half);
-        let starts = [start(cos, address + COS_DISTANCE), half + start(sin, address + SIN_DISTANCE)];
+        let starts =
+            [start(cos, address + COS_DISTANCE), half + start(sin, address + SIN_DISTANCE)];
         if starts != self.starts {
             (self.starts, self.last) = (starts, None);
         }
