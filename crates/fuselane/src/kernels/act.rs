@@ -296,14 +296,15 @@ fn dispatch_act<S: Simd>(act: Act, code: impl ForEachAct<S>) {
 /// again, by forms that serve all. (To clamp all arguments instead takes 8 to 25 % longer.)
 const IN_RANGE: f32 = 80.0;
 
-/// Rounds `any` of each block of x to `o`. Where that is faster, `in_range` is tried first, which serves
-/// arguments up to [`IN_RANGE`].
+/// Takes `any` of each block of x to `o`, by `round`. Where that is faster, `in_range` is tried first, which
+/// serves arguments up to [`IN_RANGE`].
 #[inline(always)]
 fn map_row<S: Simd, F: Function>(
     x: Source<'_, S>,
     mut o: RowSink<'_, S>,
     in_range: impl Fn(V<S>, At) -> V<S>,
     any: impl Fn(V<S>, At) -> V<S>,
+    round: impl Fn(V<S>) -> S::Packed,
 ) {
     if F::HAS_FAST && V::<S>::HAS_FAST {
         // A NaN is larger than all.
@@ -314,7 +315,7 @@ fn map_row<S: Simd, F: Function>(
             |at| {
                 let x = x.load(at);
                 largest = x.max_magnitude(largest);
-                o.put(at, F::round(in_range(x, at)));
+                o.put(at, round(in_range(x, at)));
             },
         );
         if largest.largest() <= IN_RANGE {
@@ -325,7 +326,7 @@ fn map_row<S: Simd, F: Function>(
     F::sweep::<S>(
         x.len(),
         #[inline(always)]
-        |at| o.put(at, F::round(any(x.load(at), at))),
+        |at| o.put(at, round(any(x.load(at), at))),
     );
 }
 
@@ -356,6 +357,8 @@ impl<S: Simd> ForEachAct<S> for Forward<'_> {
                 |x, _| F::value_in_range(x),
                 #[inline(always)]
                 |x, _| F::value_fast(x),
+                #[inline(always)]
+                |value| F::round(value),
             );
         }
     }
@@ -420,6 +423,8 @@ impl<S: Simd> ForEachAct<S> for Backward<'_> {
                 |x, at| F::gradient_in_range(x, grad.load(at)),
                 #[inline(always)]
                 |x, at| F::gradient(x, grad.load(at)),
+                #[inline(always)]
+                |gradient| F::round(gradient),
             );
         }
     }
@@ -525,29 +530,35 @@ pub(crate) fn values_and_slopes<S: Simd>(
     dispatch_act::<S>(act, Slopes(exact, x, [values, slopes]));
 }
 
-/// `dx = grad * f'(x)` of a row, out of line, from a gradient in scratch.
+/// `dx = grad * f'(x)` of a row, out of line, from a gradient in scratch. Of the row that is `ahead` bytes away
+/// it asks for x.
 #[inline(always)]
-pub(crate) fn gradients<S: Simd>(act: Act, x: Source<'_, S>, grad: &[Lane], dx: RowSink<'_, S>) {
-    struct Gradients<'r, S: Simd>(Source<'r, S>, &'r [Lane], RowSink<'r, S>);
+pub(crate) fn gradients<S: Simd>(
+    act: Act,
+    (x, ahead): (&[S::Elem], isize),
+    grad: &[Lane],
+    dx: RowSink<'_, S>,
+) {
+    struct Gradients<'r, S: Simd>(&'r [S::Elem], isize, &'r [Lane], RowSink<'r, S>);
     impl<S: Simd> ForEachAct<S> for Gradients<'_, S> {
         #[inline(always)]
         fn run<F: Function>(self) {
-            let Self(x, grad, mut dx) = self;
-            F::sweep::<S>(
-                x.len(),
+            let Self(x, ahead, grad, dx) = self;
+            map_row::<S, F>(
+                Source::new(x, Prefetch::L2(ahead)),
+                dx,
                 #[inline(always)]
-                |at| {
-                    let gradient = F::gradient(x.load(at), V::at(grad, at));
-                    dx.put(
-                        at,
-                        match F::HAS_FAST {
-                            true => gradient.round_ties_away(),
-                            false => gradient.round(),
-                        },
-                    );
+                |x, at| F::gradient_in_range(x, V::at(grad, at)),
+                #[inline(always)]
+                |x, at| F::gradient(x, V::at(grad, at)),
+                // A gradient in scratch is not a number of 16 bits, even where the activation is exact.
+                #[inline(always)]
+                |gradient| match F::HAS_FAST {
+                    true => gradient.round_ties_away(),
+                    false => gradient.round(),
                 },
             );
         }
     }
-    dispatch_act::<S>(act, Gradients(x, grad, dx));
+    dispatch_act::<S>(act, Gradients(x, ahead, grad, dx));
 }

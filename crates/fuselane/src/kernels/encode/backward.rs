@@ -236,7 +236,7 @@ impl<S: Simd> Gradient<'_, '_, S> {
     /// dx = dx' * f'(x)
     #[inline(always)]
     fn elementwise(mut self, act: Act, g: InputTile<'_, Lane>) {
-        let soon = Prefetch::L2(self.x.ahead());
+        let ahead = self.x.ahead();
         let Self { x, segments, rows: [tokens, heads], ref mut dx, non_temporal } = self;
         for_each_row(
             [1, tokens, heads],
@@ -244,8 +244,8 @@ impl<S: Simd> Gradient<'_, '_, S> {
             |[_, i, j]| {
                 let (x, g, dx) = (x.row([0, i, j]), g.row([0, i, j]), dx.row([0, i, j]));
                 for segment in segments.joined() {
-                    let x = Source::<S>::new(&x[segment.features()], soon);
-                    let dx = RowSink::new(&mut dx[segment.features()], non_temporal);
+                    let x = (&x[segment.features()], ahead);
+                    let dx = RowSink::<S>::new(&mut dx[segment.features()], non_temporal);
                     act::gradients(act, x, &g[segment.scratch()], dx);
                 }
             },
