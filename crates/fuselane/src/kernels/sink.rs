@@ -39,12 +39,6 @@ impl<'r, S: Simd> RowSink<'r, S> {
         Self { row, non_temporal, lines, first: S::round(S::splat(0.0)) }
     }
 
-    /// Whether the output is absent.
-    #[inline(always)]
-    pub(crate) fn is_empty(&self) -> bool {
-        self.row.is_empty()
-    }
-
     /// The block at `at`, for rows that are replaced.
     #[inline(always)]
     pub(crate) fn load(&self, at: At) -> V<S> {

@@ -442,7 +442,7 @@ impl Normalize {
             Residual::None => (None, "residual_out", None, Added::Nothing),
             Residual::Add(view) => (Some(view), "residual_out", None, Added::Residual),
             Residual::AddInto(view, sum) => {
-                (Some(view), "residual_out", Some(sum), Added::Residual)
+                (Some(view), "residual_out", Some(sum), Added::ResidualSaved)
             }
             Residual::AddInPlace(sum) => (None, "residual", Some(sum), Added::ResidualInPlace),
         };

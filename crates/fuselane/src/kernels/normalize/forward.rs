@@ -18,7 +18,7 @@ use std::ops::Range;
 
 use super::parts::{
     Biased, Centered, Epilogue, Factors, GatedIn, GatedOut, Inputs, Moments, Plain, Prologue,
-    Reduce, Sum, SumInPlace, Weighted, Write, WriteAndReduce,
+    Reduce, SavedSum, Sum, SumInPlace, Weighted, Write, WriteAndReduce,
 };
 use super::{
     Any, AsSpan, ByRow, CHUNK, ParameterRows, SOON, Sigmoid, Silu, Sinks, TILE_ROWS, ahead, number,
@@ -40,8 +40,9 @@ use crate::simd::{Kernel, LANES, Line, Simd, V};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Added {
     Nothing,
-    /// The residual; their sum may go to an output.
     Residual,
+    /// The residual; their sum goes to an output.
+    ResidualSaved,
     /// The residual, whose memory receives the sum.
     ResidualInPlace,
 }
@@ -173,6 +174,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
             match (added, gate, center, bias) {
                 (Added::Nothing, None, false, false) => return self.run(Plain, Weighted),
                 (Added::Residual, None, false, false) => return self.run(Sum, Weighted),
+                (Added::ResidualSaved, None, false, false) => return self.run(SavedSum, Weighted),
                 (Added::ResidualInPlace, None, false, false) => {
                     return self.run(SumInPlace, Weighted);
                 }

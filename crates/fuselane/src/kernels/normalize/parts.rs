@@ -71,10 +71,19 @@ pub(super) struct Sum;
 impl<S: Simd> Prologue<S> for Sum {
     #[inline(always)]
     fn p(self, row: &mut Inputs<'_, S>, at: At) -> V<S> {
-        let sum = row.x.load(at) + row.residual.load(at);
-        if !row.sum.is_empty() {
-            row.sum.put(at, sum.round());
-        }
+        row.x.load(at) + row.residual.load(at)
+    }
+}
+
+/// x + residual, which goes to an output.
+#[derive(Clone, Copy)]
+pub(super) struct SavedSum;
+
+impl<S: Simd> Prologue<S> for SavedSum {
+    #[inline(always)]
+    fn p(self, row: &mut Inputs<'_, S>, at: At) -> V<S> {
+        let sum = Sum.p(row, at);
+        row.sum.put(at, sum.round());
         sum
     }
 }
@@ -203,6 +212,7 @@ impl<S: Simd> Prologue<S> for Any<'_, Options> {
         let sum = match self.0.added {
             Added::Nothing => row.x.load(at),
             Added::Residual => Sum.p(row, at),
+            Added::ResidualSaved => SavedSum.p(row, at),
             Added::ResidualInPlace => SumInPlace.p(row, at),
         };
         if self.gate(Pre).is_some() { sum * V::at(row.gate_values, at) } else { sum }
