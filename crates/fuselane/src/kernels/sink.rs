@@ -232,8 +232,9 @@ pub(crate) trait TileSink<'r, S: Simd> {
     where
         Self: 's;
     fn new(rows: OutputRows<'r, S::Elem>, non_temporal: bool) -> Self;
-    /// A row of the tile. Rows have to be taken in order.
-    fn row(&mut self, row: usize) -> Self::Row<'_>;
+    /// A row of the tile, which is `len` elements long: the loop's own number, so that blocks within it need no
+    /// check. Rows have to be taken in order.
+    fn row(&mut self, row: usize, len: usize) -> Self::Row<'_>;
     fn finish(self);
 }
 
@@ -253,8 +254,8 @@ impl<'r, S: Simd> TileSink<'r, S> for RowSinks<'r, S> {
         Self { rows, non_temporal }
     }
     #[inline(always)]
-    fn row(&mut self, row: usize) -> RowSink<'_, S> {
-        RowSink::new(self.rows.row(row), self.non_temporal)
+    fn row(&mut self, row: usize, len: usize) -> RowSink<'_, S> {
+        RowSink::new(&mut self.rows.row(row)[..len], self.non_temporal)
     }
     #[inline(always)]
     fn finish(self) {}
@@ -270,7 +271,7 @@ impl<'r, S: Simd> TileSink<'r, S> for ShiftedSink<'r, S> {
         ShiftedSink::new(rows.into_span())
     }
     #[inline(always)]
-    fn row(&mut self, _row: usize) -> &mut Self {
+    fn row(&mut self, _row: usize, _len: usize) -> &mut Self {
         self
     }
     #[inline(always)]

@@ -57,7 +57,7 @@ fn totals<S: Simd, F: Form>(
             let (len, ahead) = (o.len(), Prefetch::L1(o.ahead()));
             let (mut lanes, mut sums) = ([S::splat(0.0); TILE_ROWS], [0.0; TILE_ROWS]);
             for r in 0..o.count() {
-                let (o, grad) = (Source::<S>::new(o.row(r), ahead), grad.row(r));
+                let (o, grad) = (Source::<S>::new(o.row(r), ahead), &grad.row(r)[..len]);
                 let mut total = V::<S>::zero();
                 for chunk in chunks(len, CHUNK) {
                     if chunk.start > 0 {
@@ -93,8 +93,8 @@ fn gradients<'r, S: Simd, F: Form, T: TileSink<'r, S>>(
         move || {
             let (len, ahead) = (o.len(), Prefetch::L1(grad.ahead()));
             for r in 0..o.count() {
-                let (o, grad) = (o.row(r), Source::<S>::new(grad.row(r), ahead));
-                let (total, mut dx) = (V::splat(totals[r] as f32), dx.row(r));
+                let (o, grad) = (o.row(r), Source::<S>::new(&grad.row(r)[..len], ahead));
+                let (total, mut dx) = (V::splat(totals[r] as f32), dx.row(r, len));
                 // Masked rows have no gradient, whatever arrives.
                 if F::LOG && zero_masked && o.iter().all(|o| o.to_f64() == f64::NEG_INFINITY) {
                     sweep::<S>(
@@ -151,7 +151,7 @@ fn short_row_gradients<S: Simd, const K: usize>(
                         total = Plain::add(total, os[k], grads[k]);
                     },
                 );
-                let (total, mut dx) = (V::splat(total.sum()), dx.row(r));
+                let (total, mut dx) = (V::splat(total.sum()), dx.row(r, K * LANES));
                 sweep::<S>(
                     K * LANES,
                     #[inline(always)]

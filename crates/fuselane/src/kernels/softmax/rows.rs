@@ -182,17 +182,19 @@ impl<'a, 'r, S: Simd, T: TileSink<'r, S>> ScaleTile<'a, 'r, S, T> {
     }
 
     #[inline(always)]
-    fn row(&mut self, r: usize) -> ScaleRow<'_, S, T::Row<'_>> {
-        let room = self.len.next_multiple_of(LANES);
+    fn row(&mut self, r: usize, len: usize) -> ScaleRow<'_, S, T::Row<'_>> {
+        let room = len.next_multiple_of(LANES);
         let (exps, scale) = (&self.exps[r * room..][..room], V::splat(self.scales[r]));
-        ScaleRow { exps, scale, o: self.o.row(r) }
+        assert!(len <= room);
+        ScaleRow { exps, scale, o: self.o.row(r, len) }
     }
 
     /// Writes the rows from `first` on.
     #[inline(always)]
     fn write_from(mut self, first: usize) {
         for r in first..self.count {
-            let (len, mut row) = (self.len, self.row(r));
+            let len = self.len;
+            let mut row = self.row(r, len);
             sweep::<S>(
                 len,
                 #[inline(always)]
@@ -231,6 +233,7 @@ fn exp_tile<'r, S: Simd, T: TileSink<'r, S>>(
         move || {
             let (len, count, mut another) = (x.len(), x.count(), another);
             let (room, mut range) = (len.next_multiple_of(LANES), V::<S>::zero());
+            assert!(len <= room);
             let ahead = Prefetch::L1(x.ahead() * if another.is_some() { FURTHER } else { 1 });
             let (mut lanes, mut sums) = ([S::splat(0.0); TILE_ROWS], [0.0; TILE_ROWS]);
             for r in 0..count {
@@ -240,7 +243,7 @@ fn exp_tile<'r, S: Simd, T: TileSink<'r, S>>(
                 if S::PIPELINE
                     && let Some(tile) = &mut another
                 {
-                    let mut other = tile.row(r);
+                    let mut other = tile.row(r, len);
                     sweep::<S>(
                         len,
                         #[inline(always)]

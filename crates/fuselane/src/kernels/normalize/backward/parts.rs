@@ -179,7 +179,7 @@ impl<S: Simd> Prologue<S> for Sum {
     }
 }
 
-/// Options the gradient that arrives at x + residual from elsewhere.
+/// Adds the gradient that arrives at x + residual from elsewhere.
 #[derive(Clone, Copy)]
 pub(super) struct PlusResidualOut;
 
