@@ -11,6 +11,11 @@ use crate::simd::{LANES, Simd, V};
 pub(crate) struct Lane(f32);
 
 impl Lane {
+    #[inline(always)]
+    pub(crate) fn is_zero(self) -> bool {
+        self.0 == 0.0
+    }
+
     /// Replaces the number by what `f` makes of it.
     #[inline(always)]
     pub(crate) fn replace(&mut self, f: impl FnOnce(f32) -> f32) {

@@ -163,10 +163,10 @@ fn softmax_in_range<S: Simd>(
     mut y: OutputTile<'_, Lane>,
     sums: &mut [Lane],
 ) -> bool {
-    let soon = Prefetch::L2(x.ahead());
     S::call(
         #[inline(always)]
         move || {
+            let soon = Prefetch::L2(x.ahead());
             let mut range = V::<S>::zero();
             for_each_row(
                 [1, tokens, heads],
@@ -217,11 +217,11 @@ fn column_softmax<S: Simd>(
     (columns, first): (&Columns, usize),
     mut y: OutputTile<'_, Lane>,
 ) {
-    let soon = Prefetch::L2(x.ahead());
     S::call(
         #[inline(always)]
         move || {
-            for (j, head) in (0..heads).zip(columns.heads_from::<S>(first)) {
+            let soon = Prefetch::L2(x.ahead());
+            for (j, head) in (0..heads).zip(columns.heads_from(first)) {
                 for i in 0..tokens {
                     let (x, y) = (x.row([0, i, j]), y.row([0, i, j]));
                     for segment in segments.joined() {

@@ -221,6 +221,13 @@ impl AngleSums {
     }
 }
 
+/// The sum of x' * dx' that is subtracted in the gradient of a softmax.
+#[derive(Clone, Copy)]
+enum Dot<'d, S: Simd> {
+    OfRow(V<S>),
+    OfColumns(&'d [Lane]),
+}
+
 /// `dx = act backward of dx'` for the rows of a sub-tile.
 struct Gradient<'p, 'o, S: Simd> {
     x: InputTile<'p, S::Elem>,
@@ -273,12 +280,7 @@ impl<S: Simd> Gradient<'_, '_, S> {
     #[inline(always)]
     fn row_gradient(&mut self, row: [usize; 2], [y, g]: [&[Lane]; 2]) {
         let dot = V::<S>::splat(self.segments.dot::<S>(y, g));
-        self.softmax_row(
-            row,
-            [y, g],
-            #[inline(always)]
-            |_| dot,
-        );
+        self.softmax_row(row, [y, g], Dot::OfRow(dot));
     }
 
     /// The same by columns, whose sums are `dots`.
@@ -293,12 +295,8 @@ impl<S: Simd> Gradient<'_, '_, S> {
                     #[inline(always)]
                     |[_, i, j]| {
                         let dots = &dots[j * width..][..width];
-                        self.softmax_row(
-                            [i, j],
-                            [y.row([0, i, j]), g.row([0, i, j])],
-                            #[inline(always)]
-                            |k| V::get(dots, k),
-                        );
+                        let y_and_g = [y.row([0, i, j]), g.row([0, i, j])];
+                        self.softmax_row([i, j], y_and_g, Dot::OfColumns(dots));
                     },
                 );
             },
@@ -307,23 +305,24 @@ impl<S: Simd> Gradient<'_, '_, S> {
 
     /// dx = x' * (dx' - dot) of one row.
     #[inline(always)]
-    fn softmax_row(
-        &mut self,
-        [i, j]: [usize; 2],
-        [y, g]: [&[Lane]; 2],
-        dot: impl Fn(usize) -> V<S>,
-    ) {
+    fn softmax_row(&mut self, [i, j]: [usize; 2], [y, g]: [&[Lane]; 2], dot: Dot<'_, S>) {
         let dx = self.dx.row([0, i, j]);
         for segment in self.segments.joined() {
-            let start = segment.scratch().start;
+            let (y, g) = (&y[segment.scratch()], &g[segment.scratch()]);
+            let dot = match dot {
+                Dot::OfRow(dot) => Dot::OfRow(dot),
+                Dot::OfColumns(dots) => Dot::OfColumns(&dots[segment.scratch()]),
+            };
             let mut dx = RowSink::<S>::new(&mut dx[segment.features()], self.non_temporal);
             sweep::<S>(
                 segment.len,
                 #[inline(always)]
                 |at| {
-                    let k = start + at.i;
-                    let difference = V::get(g, k) - dot(k);
-                    dx.put(at, (V::get(y, k) * difference).round());
+                    let dot = match dot {
+                        Dot::OfRow(dot) => dot,
+                        Dot::OfColumns(dots) => V::at(dots, at),
+                    };
+                    dx.put(at, (V::at(y, at) * (V::at(g, at) - dot)).round());
                 },
             );
         }
@@ -375,10 +374,11 @@ impl<S: Simd> Gradient<'_, '_, S> {
         sums: &mut [Lane],
     ) -> bool {
         let (x, [tokens, heads], non_temporal) = (self.x, self.rows, self.non_temporal);
-        let (dx, soon) = (&mut self.dx, Prefetch::L2(x.ahead()));
+        let dx = &mut self.dx;
         S::call(
             #[inline(always)]
             move || {
+                let soon = Prefetch::L2(x.ahead());
                 let mut range = V::<S>::zero();
                 for_each_row(
                     [1, tokens, heads],

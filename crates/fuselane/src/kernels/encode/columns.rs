@@ -51,10 +51,7 @@ impl Columns {
 
     /// Those of neighbouring heads, from one on, counted over all batch entries.
     #[inline(always)]
-    pub(super) fn heads_from<S: Simd>(
-        &self,
-        first: usize,
-    ) -> impl Iterator<Item = HeadColumns<'_>> {
+    pub(super) fn heads_from(&self, first: usize) -> impl Iterator<Item = HeadColumns<'_>> {
         let (heads, width, len) = (self.heads, self.width, self.len());
         let inverses = heads * width;
         let mut groups = self.statistics[first / heads * len..].chunks_exact(len);
@@ -70,7 +67,7 @@ impl Columns {
                 Some(HeadColumns {
                     shift: &all[at..][..width],
                     inverse: &all[inverses + at..][..width],
-                    in_range: V::<S>::get(all, 2 * inverses).largest() != 0.0,
+                    in_range: !all[2 * inverses].is_zero(),
                 })
             },
         )
