@@ -436,9 +436,13 @@ pub(crate) fn dispatch<K: Kernel>(isa: Isa, dtype: DType, kernel: K) {
         (Isa::Avx512Wide, F16) => enter::<Avx512<f16>, K>(kernel),
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512Wide, F32) => enter::<Avx512<f32>, K>(kernel),
-        (_, BF16) => enter::<Portable<bf16>, K>(kernel),
-        (_, F16) => enter::<Portable<f16>, K>(kernel),
-        (_, F32) => enter::<Portable<f32>, K>(kernel),
+        (Isa::Portable, BF16) => enter::<Portable<bf16>, K>(kernel),
+        (Isa::Portable, F16) => enter::<Portable<f16>, K>(kernel),
+        (Isa::Portable, F32) => enter::<Portable<f32>, K>(kernel),
+        #[cfg(not(target_arch = "x86_64"))]
+        (Isa::Avx2 | Isa::Avx512 | Isa::Avx512Wide, BF16 | F16 | F32) => {
+            unreachable!("{isa} is not of this CPU")
+        }
         (_, DType::F64) => unreachable!("f64 is served by the reference"),
     }
 }
