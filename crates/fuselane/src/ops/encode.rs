@@ -530,6 +530,7 @@ fn column_statistics(
         let kernel = ColumnStatistics { rows: part, segments, statistics, exact };
         dispatch(isa, rows.dtype(), kernel);
     });
+    columns.finish();
     Ok(columns)
 }
 

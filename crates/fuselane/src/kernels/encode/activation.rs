@@ -213,53 +213,82 @@ fn softmax_in_range<S: Simd>(
 fn column_softmax<S: Simd>(
     segments: &Segments,
     x: InputTile<'_, S::Elem>,
+    rows: [usize; 2],
+    (columns, first): (&Columns, usize),
+    y: OutputTile<'_, Lane>,
+) {
+    if columns.exact {
+        column_softmax_by::<S>(
+            segments,
+            x,
+            rows,
+            (columns, first),
+            y,
+            #[inline(always)]
+            |x, shift| (x - shift).exp(),
+        );
+    } else if columns.in_range {
+        column_softmax_by::<S>(
+            segments,
+            x,
+            rows,
+            (columns, first),
+            y,
+            #[inline(always)]
+            |x, _| x.exp_fast_in_range(),
+        );
+    } else {
+        // Of a column in range it has the same bits.
+        column_softmax_by::<S>(
+            segments,
+            x,
+            rows,
+            (columns, first),
+            y,
+            #[inline(always)]
+            |x, shift| (x - shift).exp_fast(),
+        );
+    }
+}
+
+/// The same, with e^(x - shift) by `exp`.
+#[inline(always)]
+fn column_softmax_by<S: Simd>(
+    segments: &Segments,
+    x: InputTile<'_, S::Elem>,
     [tokens, heads]: [usize; 2],
     (columns, first): (&Columns, usize),
     mut y: OutputTile<'_, Lane>,
+    exp: impl Fn(V<S>, V<S>) -> V<S>,
 ) {
     S::call(
         #[inline(always)]
         move || {
             let soon = Prefetch::L2(x.ahead());
-            for (j, head) in (0..heads).zip(columns.heads_from(first)) {
-                for i in 0..tokens {
-                    let (x, y) = (x.row([0, i, j]), y.row([0, i, j]));
-                    for segment in segments.joined() {
-                        let x = Source::<S>::new(&x[segment.features()], soon);
-                        let (shift, inverse) =
-                            (&head.shift[segment.scratch()], &head.inverse[segment.scratch()]);
-                        let y = &mut y[segment.scratch()];
-                        if columns.exact {
+            columns.for_each_head(
+                first,
+                heads,
+                #[inline(always)]
+                |j, head| {
+                    for i in 0..tokens {
+                        let (x, y) = (x.row([0, i, j]), y.row([0, i, j]));
+                        for segment in segments.joined() {
+                            let x = Source::<S>::new(&x[segment.features()], soon);
+                            let shift = &head.shift[segment.scratch()];
+                            let inverse = &head.inverse[segment.scratch()];
+                            let y = &mut y[segment.scratch()];
                             sweep::<S>(
                                 segment.len,
                                 #[inline(always)]
                                 |at| {
-                                    let e = (x.load(at) - V::at(shift, at)).exp();
-                                    (e * V::at(inverse, at)).set_at(y, at);
-                                },
-                            );
-                        } else if head.in_range {
-                            sweep::<S>(
-                                segment.len,
-                                #[inline(always)]
-                                |at| {
-                                    let e = x.load(at).exp_fast_in_range();
-                                    (e * V::at(inverse, at)).set_at(y, at);
-                                },
-                            );
-                        } else {
-                            sweep::<S>(
-                                segment.len,
-                                #[inline(always)]
-                                |at| {
-                                    let e = (x.load(at) - V::at(shift, at)).exp_fast();
+                                    let e = exp(x.load(at), V::at(shift, at));
                                     (e * V::at(inverse, at)).set_at(y, at);
                                 },
                             );
                         }
                     }
-                }
-            }
+                },
+            );
         },
     );
 }

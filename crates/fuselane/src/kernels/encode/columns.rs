@@ -9,7 +9,7 @@ use crate::simd::{Kernel, LANES, Simd, V};
 
 /// What a softmax over the sequence keeps of the columns of x, for each batch entry and some heads that
 /// were read together: what is subtracted first, the inverses of the sums of exponentials, and a block
-/// of anything but zeros if all elements are in range.
+/// of anything but zeros if all elements are so near 0 that nothing is subtracted.
 pub(crate) struct Columns {
     statistics: Scratch<Lane>,
     /// The heads that were read together, and the scratch of each.
@@ -17,27 +17,27 @@ pub(crate) struct Columns {
     width: usize,
     /// Whether the exponentials are exact.
     pub(super) exact: bool,
+    /// Whether nothing is subtracted, from any column.
+    pub(super) in_range: bool,
 }
 
 /// The statistics of a head's columns.
 pub(super) struct HeadColumns<'c> {
     pub(super) shift: &'c [Lane],
     pub(super) inverse: &'c [Lane],
-    /// Whether all elements are so near 0 that there is no shift.
-    pub(super) in_range: bool,
 }
 
 impl Columns {
     /// Room for those of `count` heads of all batch entries together, `heads` of which are read at once.
     pub(crate) fn new(count: usize, heads: usize, width: usize, exact: bool) -> Self {
-        let mut columns = Self { statistics: Scratch::new(0), heads, width, exact };
+        let mut columns = Self { heads, width, ..Self::none(exact) };
         columns.statistics = Scratch::zeros(count / heads * columns.len());
         columns
     }
 
     /// None, for activations that have no use for them.
     pub(crate) fn none(exact: bool) -> Self {
-        Self { statistics: Scratch::new(0), heads: 1, width: 0, exact }
+        Self { statistics: Scratch::new(0), heads: 1, width: 0, exact, in_range: false }
     }
 
     /// Numbers that are kept of the heads that are read at once.
@@ -49,28 +49,34 @@ impl Columns {
         &mut self.statistics
     }
 
-    /// Those of neighbouring heads, from one on, counted over all batch entries.
+    /// To be called when all statistics are there.
+    pub(crate) fn finish(&mut self) {
+        let mut groups = self.statistics.chunks_exact(self.len());
+        self.in_range =
+            groups.all(|group| group.last().is_some_and(|in_range| !in_range.is_zero()));
+    }
+
+    /// Calls `work` with those of `count` neighbouring heads, from one on, counted over all batch entries.
     #[inline(always)]
-    pub(super) fn heads_from(&self, first: usize) -> impl Iterator<Item = HeadColumns<'_>> {
-        let (heads, width, len) = (self.heads, self.width, self.len());
-        let inverses = heads * width;
-        let mut groups = self.statistics[first / heads * len..].chunks_exact(len);
-        let (mut group, mut slot) = (groups.next(), first % heads);
-        std::iter::from_fn(
-            #[inline(always)]
-            move || {
-                if slot == heads {
-                    (group, slot) = (groups.next(), 0);
-                }
-                let (all, at) = (group?, slot * width);
-                slot += 1;
-                Some(HeadColumns {
-                    shift: &all[at..][..width],
-                    inverse: &all[inverses + at..][..width],
-                    in_range: !all[2 * inverses].is_zero(),
-                })
-            },
-        )
+    pub(super) fn for_each_head(
+        &self,
+        first: usize,
+        count: usize,
+        mut work: impl FnMut(usize, HeadColumns<'_>),
+    ) {
+        let (width, len) = (self.width, self.len());
+        let (mut group, mut slot) = (first / self.heads, first % self.heads);
+        for head in 0..count {
+            let (shifts, inverses) =
+                self.statistics[group * len..][..len - LANES].split_at((len - LANES) / 2);
+            let (shift, inverse) =
+                (&shifts[slot * width..][..width], &inverses[slot * width..][..width]);
+            work(head, HeadColumns { shift, inverse });
+            slot += 1;
+            if slot == self.heads {
+                (group, slot) = (group + 1, 0);
+            }
+        }
     }
 }
 
