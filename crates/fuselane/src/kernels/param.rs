@@ -10,7 +10,7 @@ use crate::view::{View, ViewMut};
 
 /// Widens a parameter, in index order. Every NaN becomes the usual one, whose payload survives rounding
 /// to 16 bits.
-pub(crate) fn widen(view: View<'_>, out: &mut [f32]) {
+fn widen(view: View<'_>, out: &mut [f32]) {
     struct Widen<'a>(View<'a>, &'a mut [f32]);
     impl Kernel for Widen<'_> {
         #[inline(always)]
@@ -89,6 +89,15 @@ pub(crate) fn rows_to_lanes<S: Simd>(values: &[f32], rows: usize, len: usize) ->
         },
     );
     scratch
+}
+
+/// An optional parameter of `len` numbers, widened, in index order.
+pub(crate) fn widened(parameter: Option<View<'_>>, len: usize) -> Scratch<f32> {
+    let mut values = Scratch::new(len);
+    if let Some(parameter) = parameter {
+        widen(parameter, &mut values[..len]);
+    }
+    values
 }
 
 /// Brings sums that kernels for activations of `dtype` left in the order of lanes, `rows` rows from a

@@ -6,6 +6,7 @@ use half::{bf16, f16};
 use super::act::Act;
 use super::cosine::{Cosine, CosineBackward};
 use super::encode::FusedAct;
+use super::normalize::tests::{self, usual_gates};
 use super::normalize::{GatePosition, Normalize, NormalizeBackward, NormalizeForward, Residual};
 use super::rotate::{Rotate, RotateBackward};
 use super::softmax::Softmax;
@@ -20,14 +21,7 @@ const ROWS: [usize; 3] = [5, 13, 2];
 const COUNT: usize = ROWS[0] * ROWS[1] * ROWS[2];
 
 fn numbers<T: Element>(len: usize, seed: u64) -> Vec<T> {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 11) as f64 / (1u64 << 52) as f64 - 1.0
-    };
-    (0..len).map(|_| T::from_f64(2.0 * next())).collect()
+    tests::numbers(len, seed).iter().map(|&number| T::from_f64(2.0 * number)).collect()
 }
 
 /// What a call writes to an output that begins `offset` elements behind a cache line's border. What
@@ -100,13 +94,7 @@ fn norms<T: Element>(features: usize) -> Result<()> {
     let weight = View::new(&weight, &[features])?;
     let rstd = vec![T::Real::of(0.9); COUNT];
     let rstd = View::new(&rstd, &[COUNT, 1])?;
-    for (gate_position, gate_act) in [
-        (GatePosition::Pre, Act::Sigmoid),
-        (GatePosition::Post, Act::Sigmoid),
-        (GatePosition::Pre, Act::Silu),
-        (GatePosition::Post, Act::Silu),
-    ] {
-        let norm = Normalize { gate_position, gate_act, ..Normalize::rms_norm() };
+    for norm in usual_gates() {
         for (gate, residual) in [(None, None), (None, Some(residual2)), (Some(gate2), None)] {
             same::<T>("normalize", n, |o| {
                 norm.forward_into(NormalizeForward {
@@ -242,13 +230,9 @@ fn all_operators<T: Element>(features: usize) -> Result<()> {
         let rotate = Rotate { act, ..Rotate::default() };
         same::<T>("rotate", n, |o| rotate.forward_into(x4, theta, ViewMut::new(o, &shape)?))?;
         same::<T>("rotate backward", n, |o| {
-            rotate.backward_into(RotateBackward {
-                x: Some(x4),
-                grad: grad4,
-                angles: theta.into(),
-                dx: Some(ViewMut::new(o, &shape)?),
-                dtheta: None,
-            })
+            let (x, dx) = (Some(x4), Some(ViewMut::new(o, &shape)?));
+            let (grad, angles) = (grad4, theta.into());
+            rotate.backward_into(RotateBackward { x, grad, angles, dx, dtheta: None })
         })?;
         let grid = [ROWS[1]];
         let cosine = Cosine { act, positions: Positions::Grid(&grid), ..Cosine::default() };
@@ -256,13 +240,9 @@ fn all_operators<T: Element>(features: usize) -> Result<()> {
             cosine.forward_into(x_heads, angles, ViewMut::new(o, &wide)?)
         })?;
         same::<T>("cosine backward", n, |o| {
-            cosine.backward_into(CosineBackward {
-                x: Some(x_heads),
-                grad: grad_wide,
-                angles: angles.into(),
-                dx: Some(ViewMut::new(o, &heads_first)?),
-                dtheta: None,
-            })
+            let (x, dx) = (Some(x_heads), Some(ViewMut::new(o, &heads_first)?));
+            let (grad, angles) = (grad_wide, angles.into());
+            cosine.backward_into(CosineBackward { x, grad, angles, dx, dtheta: None })
         })?;
     }
     Ok(())

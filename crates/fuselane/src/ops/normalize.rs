@@ -37,7 +37,7 @@
 //! the loops choose block by block, and the values of a gate are found before.
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use super::act::Act;
 use crate::error::{Error, Result};
@@ -352,7 +352,7 @@ impl Normalize {
 
     /// The weight, widened, with the scale and the 1 of its form worked in; in index order.
     fn scaled_weight(&self, weight: Option<View<'_>>, d: usize) -> Scratch<f32> {
-        let mut scaled = widened_parameter(weight, d);
+        let mut scaled = param::widened(weight, d);
         let one = match self.weight_form {
             WeightForm::Plain => 0.0,
             WeightForm::OnePlus => 1.0,
@@ -398,7 +398,7 @@ impl Normalize {
         }
         let (dtype, non_temporal) = (rows.dtype(), rows.non_temporal());
         let (weight, bias_len) = (self.scaled_weight(weight, d), bias.map_or(0, |_| d));
-        let bias = widened_parameter(bias, bias_len);
+        let bias = param::widened(bias, bias_len);
         let (weight, bias) = (&weight[..d], &bias[..bias_len]);
         rows.for_each_task(groups, |rows| {
             let kernel = Forward { options, eps, groups, weight, bias, rows, non_temporal };
@@ -548,7 +548,7 @@ impl Normalize {
         }
         let (dtype, non_temporal) = (rows.dtype(), rows.non_temporal());
         let (weight, bias_len) = (self.scaled_weight(weight, d), bias.map_or(0, |_| d));
-        let bias = widened_parameter(bias, bias_len);
+        let bias = param::widened(bias, bias_len);
         let (weight, bias) = (&weight[..d], &bias[..bias_len]);
         let run = |rows: TaskRows<'_, 5, 3, 2>, sums: &mut [Lane]| {
             dispatch(
@@ -691,13 +691,4 @@ impl Normalize {
         })?;
         Ok(NormalizeGradients { dx, dweight })
     }
-}
-
-/// An optional parameter of `len` numbers, widened, in index order.
-fn widened_parameter(parameter: Option<View<'_>>, len: usize) -> Scratch<f32> {
-    let mut values = Scratch::new(len);
-    if let Some(parameter) = parameter {
-        param::widen(parameter, &mut values[..len]);
-    }
-    values
 }

@@ -130,8 +130,8 @@ impl<E: Encoding> Kernel for Backward<'_, '_, '_, E> {
                     FusedAct::Elementwise(act) => {
                         act::dispatch_act::<S>(act, Elementwise { to, g })
                     }
-                    FusedAct::SoftmaxFeatures => to.row_softmax(y, g),
-                    FusedAct::SoftmaxSequence => to.column_softmax(y, g, walk.columns(dots, &tile)),
+                    FusedAct::SoftmaxFeatures => to.softmax(y, g, None),
+                    FusedAct::SoftmaxSequence => to.softmax(y, g, Some(walk.columns(dots, &tile))),
                 }
             },
         );
@@ -268,33 +268,9 @@ impl<S: Simd> ForEachAct<S> for Elementwise<'_, '_, S> {
 }
 
 impl<S: Simd> Gradient<'_, '_, S> {
-    /// dx = x' * (dx' - sum of x' * dx') by rows.
+    /// dx = x' * (dx' - sum of x' * dx'), by rows, or by columns, whose sums are `dots`.
     #[inline(always)]
-    fn row_softmax(mut self, y: InputTile<'_, Lane>, g: InputTile<'_, Lane>) {
-        S::call(
-            #[inline(always)]
-            move || {
-                for_each_row(
-                    [1, self.rows[0], self.rows[1]],
-                    #[inline(always)]
-                    |[_, i, j]| {
-                        self.row_gradient([i, j], [y.row([0, i, j]), g.row([0, i, j])]);
-                    },
-                );
-            },
-        );
-    }
-
-    /// The same for one row.
-    #[inline(always)]
-    fn row_gradient(&mut self, row: [usize; 2], [y, g]: [&[Lane]; 2]) {
-        let dot = V::<S>::splat(self.segments.dot::<S>(y, g));
-        self.softmax_row(row, [y, g], Dot::OfRow(dot));
-    }
-
-    /// The same by columns, whose sums are `dots`.
-    #[inline(always)]
-    fn column_softmax(mut self, y: InputTile<'_, Lane>, g: InputTile<'_, Lane>, dots: &[Lane]) {
+    fn softmax(mut self, y: InputTile<'_, Lane>, g: InputTile<'_, Lane>, dots: Option<&[Lane]>) {
         let width = self.segments.width();
         S::call(
             #[inline(always)]
@@ -302,14 +278,26 @@ impl<S: Simd> Gradient<'_, '_, S> {
                 for_each_row(
                     [1, self.rows[0], self.rows[1]],
                     #[inline(always)]
-                    |[_, i, j]| {
-                        let dots = &dots[j * width..][..width];
-                        let y_and_g = [y.row([0, i, j]), g.row([0, i, j])];
-                        self.softmax_row([i, j], y_and_g, Dot::OfColumns(dots));
+                    |row| {
+                        let (y_and_g, [_, i, j]) = ([y.row(row), g.row(row)], row);
+                        match dots {
+                            None => self.row_gradient([i, j], y_and_g),
+                            Some(dots) => {
+                                let dot = Dot::OfColumns(&dots[j * width..][..width]);
+                                self.softmax_row([i, j], y_and_g, dot);
+                            }
+                        }
                     },
                 );
             },
         );
+    }
+
+    /// The same by its own sum, for one row.
+    #[inline(always)]
+    fn row_gradient(&mut self, row: [usize; 2], [y, g]: [&[Lane]; 2]) {
+        let dot = V::<S>::splat(self.segments.dot::<S>(y, g));
+        self.softmax_row(row, [y, g], Dot::OfRow(dot));
     }
 
     /// dx = x' * (dx' - dot) of one row.
@@ -337,7 +325,7 @@ impl<S: Simd> Gradient<'_, '_, S> {
         }
     }
 
-    /// [`Gradient::row_softmax`] of whole rows from x, in the fast form and without a maximum; rows that
+    /// [`Gradient::softmax`] of whole rows from x, in the fast form and without a maximum; rows that
     /// are not in range are done again.
     #[inline(always)]
     fn row_softmax_fast(mut self, scratch: &mut RowScratch) {

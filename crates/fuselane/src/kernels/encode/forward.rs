@@ -44,7 +44,7 @@ impl<E: Encoding> Kernel for Forward<'_, '_, '_, E> {
                             #[inline(always)]
                             |x| x,
                         );
-                        exactly(encoding, loops, x, o);
+                        encode::<S, _, _, false>(encoding, loops, x, o);
                     }
                     FusedAct::Elementwise(Act::Sigmoid) => {
                         let x = Elements::<S, _>::new(
@@ -53,7 +53,7 @@ impl<E: Encoding> Kernel for Forward<'_, '_, '_, E> {
                             #[inline(always)]
                             |x| x.sigmoid_fast(),
                         );
-                        approximately(encoding, loops, x, o);
+                        encode::<S, _, _, true>(encoding, loops, x, o);
                     }
                     FusedAct::Elementwise(Act::Silu) => {
                         let x = Elements::<S, _>::new(
@@ -62,16 +62,16 @@ impl<E: Encoding> Kernel for Forward<'_, '_, '_, E> {
                             #[inline(always)]
                             |x| x.silu_fast(),
                         );
-                        approximately(encoding, loops, x, o);
+                        encode::<S, _, _, true>(encoding, loops, x, o);
                     }
                     _ => {
                         let fast = activate::<S>(plan, x, &sub_tile, columns, &mut scratch);
                         let y = InputTile::dense(&scratch.y, tile.rows, segments.width());
                         let y = Lanes { tile: y, segments };
                         if fast {
-                            approximately::<S, _, _>(encoding, loops, y, o);
+                            encode::<S, _, _, true>(encoding, loops, y, o);
                         } else {
-                            exactly::<S, _, _>(encoding, loops, y, o);
+                            encode::<S, _, _, false>(encoding, loops, y, o);
                         }
                     }
                 }
@@ -83,38 +83,36 @@ impl<E: Encoding> Kernel for Forward<'_, '_, '_, E> {
 /// An output, its segments, and whether stores should be non-temporal.
 type To<'t, S> = (OutputTile<'t, <S as Simd>::Elem>, &'t Segments, bool);
 
-/// Encodes, and rounds to nearest even.
+/// Encodes, and rounds to nearest even; unless x is approximate, so that ties are chance.
 #[inline(always)]
-fn exactly<S: Simd, E: Encoding, X: Input<S>>(encoding: E, loops: Loops<'_>, x: X, o: To<'_, S>) {
-    encode(
-        (encoding, loops),
-        x,
-        o,
-        #[inline(always)]
-        |value| value.round(),
-    );
-}
-
-/// Encodes what is approximate, so that ties are chance.
-#[inline(always)]
-fn approximately<S: Simd, E: Encoding, X: Input<S>>(
+fn encode<S: Simd, E: Encoding, X: Input<S>, const APPROXIMATE: bool>(
     encoding: E,
     loops: Loops<'_>,
     x: X,
     o: To<'_, S>,
 ) {
-    encode(
-        (encoding, loops),
-        x,
-        o,
-        #[inline(always)]
-        |value| value.round_ties_away(),
-    );
+    if APPROXIMATE {
+        encode_by(
+            (encoding, loops),
+            x,
+            o,
+            #[inline(always)]
+            |value| value.round_ties_away(),
+        );
+    } else {
+        encode_by(
+            (encoding, loops),
+            x,
+            o,
+            #[inline(always)]
+            |value| value.round(),
+        );
+    }
 }
 
 /// Encodes the rows of a tile, and rounds by `round`.
 #[inline(always)]
-fn encode<S: Simd, E: Encoding, X: Input<S>>(
+fn encode_by<S: Simd, E: Encoding, X: Input<S>>(
     (encoding, loops): (E, Loops<'_>),
     x: X,
     (o, segments, non_temporal): To<'_, S>,

@@ -22,7 +22,7 @@ pub(crate) use backward::{Backward, Dots};
 pub(crate) use columns::{ColumnStatistics, Columns};
 pub(crate) use cosine::Waves;
 pub(crate) use forward::Forward;
-pub(crate) use operands::{Input, Output, OutputRow};
+pub(crate) use operands::{Cut, Input, Output, OutputRow};
 pub(crate) use rotate::Rotation;
 pub(crate) use segments::Segments;
 pub(crate) use tables::SinCos;
@@ -156,6 +156,7 @@ impl<'t> Loops<'t> {
                 tables.rows.shrink([1, tokens, heads]);
                 let width = if F::TABLES { padded(len) } else { 0 };
                 let second = if K == 2 { Some(to[K - 1]) } else { None };
+                let cut = Cut { len, first: to[0], second };
                 for_each_row(
                     counts,
                     #[inline(always)]
@@ -164,7 +165,7 @@ impl<'t> Loops<'t> {
                         let (angle, row) = (tables.row(i, j, width), x.row(index));
                         let a = X::segment(row, from[0], len);
                         let b = X::segment(row, from[I - 1], len);
-                        let (mut c, mut d) = o.segments(index, len, to[0], second);
+                        let (mut c, mut d) = o.segments(index, cut);
                         sweep::<S>(
                             len,
                             #[inline(always)]

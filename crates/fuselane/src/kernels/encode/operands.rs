@@ -39,16 +39,19 @@ pub(crate) trait Output<S: Simd>: Sized {
     /// Leaves the first rows.
     fn shrink(&mut self, counts: [usize; 3]);
 
-    /// `len` features of a row, which begin at `first`, and as many behind these, which begin at `second`,
-    /// if that is asked for.
-    fn segments(
-        &mut self,
-        index: [usize; 3],
-        len: usize,
-        first: usize,
-        second: Option<usize>,
-    ) -> (Self::Row<'_>, Option<Self::Row<'_>>);
+    /// Segments of a row.
+    fn segments(&mut self, index: [usize; 3], cut: Cut) -> OneOrTwo<Self::Row<'_>>;
 }
+
+/// `len` features that begin at `first`, and as many behind these, which begin at `second`, if there are.
+#[derive(Clone, Copy)]
+pub(crate) struct Cut {
+    pub(super) len: usize,
+    pub(super) first: usize,
+    pub(super) second: Option<usize>,
+}
+
+type OneOrTwo<T> = (T, Option<T>);
 
 /// A row that is written.
 pub(crate) trait OutputRow<S: Simd> {
@@ -196,15 +199,9 @@ where
     }
 
     #[inline(always)]
-    fn segments(
-        &mut self,
-        index: [usize; 3],
-        len: usize,
-        first: usize,
-        second: Option<usize>,
-    ) -> (Self::Row<'_>, Option<Self::Row<'_>>) {
+    fn segments(&mut self, index: [usize; 3], cut: Cut) -> OneOrTwo<Self::Row<'_>> {
         let round = self.round;
-        let (first, second) = two_segments(self.tile.row(index), len, first, second);
+        let (first, second) = cut.of(self.tile.row(index));
         let second = second.map(
             #[inline(always)]
             |row| RoundedRow::new::<NON_TEMPORAL>(row, round),
@@ -252,14 +249,8 @@ impl<'t, S: Simd> Output<S> for LanesMut<'t> {
     }
 
     #[inline(always)]
-    fn segments(
-        &mut self,
-        index: [usize; 3],
-        len: usize,
-        first: usize,
-        second: Option<usize>,
-    ) -> (Self::Row<'_>, Option<Self::Row<'_>>) {
-        two_segments(self.tile.row(index), padded(len), first, second)
+    fn segments(&mut self, index: [usize; 3], cut: Cut) -> OneOrTwo<Self::Row<'_>> {
+        Cut { len: padded(cut.len), ..cut }.of(self.tile.row(index))
     }
 }
 
@@ -276,15 +267,12 @@ fn first_four([a, b, c, d, _]: [usize; 5]) -> [usize; 4] {
     [a, b, c, d]
 }
 
-/// What [`Output::segments`] gives, of a slice.
-#[inline(always)]
-fn two_segments<T>(
-    row: &mut [T],
-    len: usize,
-    first: usize,
-    second: Option<usize>,
-) -> (&mut [T], Option<&mut [T]>) {
-    let Some(second) = second else { return (&mut row[first..][..len], None) };
-    let (row, behind) = row.split_at_mut(second);
-    (&mut row[first..][..len], Some(&mut behind[..len]))
+impl Cut {
+    #[inline(always)]
+    fn of<T>(self, row: &mut [T]) -> OneOrTwo<&mut [T]> {
+        let Self { len, first, second } = self;
+        let Some(second) = second else { return (&mut row[first..][..len], None) };
+        let (row, behind) = row.split_at_mut(second);
+        (&mut row[first..][..len], Some(&mut behind[..len]))
+    }
 }

@@ -127,6 +127,16 @@ pub(super) struct Tables {
     last: Option<(usize, Coordinates, usize)>,
 }
 
+/// A token of a tile.
+#[derive(Clone, Copy)]
+struct Token<'t> {
+    /// Its place in the tables.
+    slot: usize,
+    at: &'t Coordinates,
+    /// The heads with angles of their own.
+    heads: &'t Range<usize>,
+}
+
 /// Cosines and sines of some tokens and heads.
 #[derive(Clone, Copy)]
 pub(super) struct TableRows<'t> {
@@ -209,12 +219,11 @@ impl Tables {
             move || {
                 for (slot, token) in tokens.enumerate() {
                     let at = plan.coordinates(batch, token);
+                    let token = Token { slot, at: &at, heads: &heads };
                     match plan.source {
-                        Source::Frequencies(_) => {
-                            self.compute::<S>(&plan.split, slot, &at, &heads);
-                        }
+                        Source::Frequencies(_) => self.compute::<S>(&plan.split, token),
                         Source::Table { axes, cos, sin } => {
-                            self.look_up::<S>(&plan.split, slot, &at, &heads, axes, [cos, sin]);
+                            self.look_up::<S>(&plan.split, token, axes, [cos, sin]);
                         }
                     }
                     self.last = Some((slot, at, heads.start));
@@ -247,13 +256,8 @@ impl Tables {
 
     /// Axis by axis; blocks with angles of several axes one by one.
     #[inline(always)]
-    fn compute<S: Simd>(
-        &mut self,
-        split: &AngleSplit,
-        slot: usize,
-        at: &Coordinates,
-        heads: &Range<usize>,
-    ) {
+    fn compute<S: Simd>(&mut self, split: &AngleSplit, token: Token<'_>) {
+        let at = token.at;
         let (step, len) = (self.step, split.count * self.step);
         let (mut i, mut axis) = (0, 0);
         while i < len {
@@ -264,12 +268,12 @@ impl Tables {
             let whole = if end == len { padded(len) } else { i + (end - i) / LANES * LANES };
             if whole == i {
                 let coordinates = mixed::<S>(split, i, step, at);
-                self.sin_cos(slot, i..i + LANES, heads, coordinates);
+                self.sin_cos(token, i..i + LANES, coordinates);
                 i += LANES;
                 continue;
             }
-            if !self.take_over(slot, i..whole, axis, at, heads) {
-                self.sin_cos(slot, i..whole, heads, V::<S>::splat(at[axis] as f32));
+            if !self.take_over(token, i..whole, axis) {
+                self.sin_cos(token, i..whole, V::<S>::splat(at[axis] as f32));
             }
             i = whole;
         }
@@ -278,14 +282,8 @@ impl Tables {
     /// Takes over the entries `range`, all of one axis, of the token before, if it stands at the same
     /// coordinate.
     #[inline(always)]
-    fn take_over(
-        &mut self,
-        slot: usize,
-        range: Range<usize>,
-        axis: usize,
-        at: &Coordinates,
-        heads: &Range<usize>,
-    ) -> bool {
+    fn take_over(&mut self, token: Token<'_>, range: Range<usize>, axis: usize) -> bool {
+        let Token { slot, at, heads } = token;
         let Some((last, before, head)) = self.last else { return false };
         if before[axis] != at[axis] || head != heads.start {
             return false;
@@ -303,13 +301,8 @@ impl Tables {
 
     /// Cosines and sines of the whole blocks `range` of all heads.
     #[inline(always)]
-    fn sin_cos<S: Simd>(
-        &mut self,
-        slot: usize,
-        range: Range<usize>,
-        heads: &Range<usize>,
-        coordinates: V<S>,
-    ) {
+    fn sin_cos<S: Simd>(&mut self, token: Token<'_>, range: Range<usize>, coordinates: V<S>) {
+        let Token { slot, heads, .. } = token;
         let ([cos_at, sin_at], width) = (self.at(slot, 0), self.width);
         let frequencies = &*self.frequencies;
         let (cosines, sines) = self.entries[cos_at..].split_at_mut(sin_at - cos_at);
@@ -335,9 +328,7 @@ impl Tables {
     fn look_up<S: Simd>(
         &mut self,
         split: &AngleSplit,
-        slot: usize,
-        at: &Coordinates,
-        heads: &Range<usize>,
+        Token { slot, at, heads }: Token<'_>,
         axes: &[TableAxis],
         all: [&[f32]; 2],
     ) {

@@ -38,11 +38,22 @@ pub(crate) struct Task<'r, const I: usize> {
 pub(crate) trait Form: Copy {
     const LOG: bool;
     /// Adds a block to the total of the backward: the sum of o * grad, or of grad.
-    fn add<S: Simd>(total: V<S>, o: V<S>, grad: V<S>) -> V<S>;
+    #[inline(always)]
+    fn add<S: Simd>(total: V<S>, o: V<S>, grad: V<S>) -> V<S> {
+        if Self::LOG { total + grad } else { o.mul_add(grad, total) }
+    }
+
     /// The probability, from the output.
-    fn probability<S: Simd>(o: V<S>) -> V<S>;
+    #[inline(always)]
+    fn probability<S: Simd>(o: V<S>) -> V<S> {
+        if Self::LOG { o.exp() } else { o }
+    }
+
     /// The gradient, from the probability and the total.
-    fn gradient<S: Simd>(p: V<S>, grad: V<S>, total: V<S>) -> V<S>;
+    #[inline(always)]
+    fn gradient<S: Simd>(p: V<S>, grad: V<S>, total: V<S>) -> V<S> {
+        if Self::LOG { p.neg_mul_add(total, grad) } else { p * (grad - total) }
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -50,18 +61,6 @@ pub(crate) struct Plain;
 
 impl Form for Plain {
     const LOG: bool = false;
-    #[inline(always)]
-    fn add<S: Simd>(total: V<S>, o: V<S>, grad: V<S>) -> V<S> {
-        o.mul_add(grad, total)
-    }
-    #[inline(always)]
-    fn probability<S: Simd>(o: V<S>) -> V<S> {
-        o
-    }
-    #[inline(always)]
-    fn gradient<S: Simd>(p: V<S>, grad: V<S>, total: V<S>) -> V<S> {
-        p * (grad - total)
-    }
 }
 
 #[derive(Clone, Copy)]
@@ -69,18 +68,6 @@ pub(crate) struct Log;
 
 impl Form for Log {
     const LOG: bool = true;
-    #[inline(always)]
-    fn add<S: Simd>(total: V<S>, _o: V<S>, grad: V<S>) -> V<S> {
-        total + grad
-    }
-    #[inline(always)]
-    fn probability<S: Simd>(o: V<S>) -> V<S> {
-        o.exp()
-    }
-    #[inline(always)]
-    fn gradient<S: Simd>(p: V<S>, grad: V<S>, total: V<S>) -> V<S> {
-        p.neg_mul_add(total, grad)
-    }
 }
 
 /// `value`, but 0 where `flag` is.

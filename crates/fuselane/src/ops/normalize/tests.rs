@@ -3,7 +3,7 @@ use crate::{DType, Element, Isa, Real, with_isa};
 use half::{bf16, f16};
 
 /// Numbers that repeat from run to run, in -1..1.
-fn numbers(len: usize, seed: u64) -> Vec<f64> {
+pub(crate) fn numbers(len: usize, seed: u64) -> Vec<f64> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
         state ^= state << 13;
@@ -245,18 +245,10 @@ fn agrees_with_the_formulas() -> Result<()> {
                         let what = format!("{isa} d {d} gated {gated} {norm:?}");
                         // A row of one, centered, is all rounding error over a tiny sigma.
                         let norm = if d < 8 { norm.with_eps(0.1) } else { norm };
-                        let case = Case::new(3, d, gated);
-                        let want = plain(&norm, &case);
-                        assert_close(&run::<f64>(&norm, &case)?, &want, 1e-12, &what);
-                        let case = case.rounded::<f32>();
-                        let want = plain(&norm, &case);
-                        assert_close(&run::<f32>(&norm, &case)?, &want, 4e-6, &what);
-                        let case = case.rounded::<bf16>();
-                        let want = plain(&norm, &case);
-                        assert_close(&run::<bf16>(&norm, &case)?, &want, 4.1e-3, &what);
-                        let case = case.rounded::<f16>();
-                        let want = plain(&norm, &case);
-                        assert_close(&run::<f16>(&norm, &case)?, &want, 6.5e-4, &what);
+                        let case = compare::<f64>(&norm, Case::new(3, d, gated), 1e-12, &what)?;
+                        let case = compare::<f32>(&norm, case, 4e-6, &what)?;
+                        let case = compare::<bf16>(&norm, case, 4.1e-3, &what)?;
+                        compare::<f16>(&norm, case, 6.5e-4, &what)?;
                     }
                 }
             }
@@ -264,6 +256,24 @@ fn agrees_with_the_formulas() -> Result<()> {
         })??;
     }
     Ok(())
+}
+
+/// Norms with each gate that has loops of its own.
+pub(crate) fn usual_gates() -> impl Iterator<Item = Normalize> {
+    [GatePosition::Pre, GatePosition::Post].into_iter().flat_map(|gate_position| {
+        [Act::Sigmoid, Act::Silu].map(|gate_act| Normalize {
+            gate_position,
+            gate_act,
+            ..Normalize::rms_norm()
+        })
+    })
+}
+
+/// Compares all results on numbers of `T` with the plain formulas, and gives those numbers back.
+fn compare<T: Element>(norm: &Normalize, case: Case, bound: f64, what: &str) -> Result<Case> {
+    let case = case.rounded::<T>();
+    assert_close(&run::<T>(norm, &case)?, &plain(norm, &case), bound, what);
+    Ok(case)
 }
 
 #[test]
@@ -292,11 +302,8 @@ fn every_gate() -> Result<()> {
                         (case.residual, case.grad_sum) = (None, None);
                     }
                     let what = format!("{norm:?}");
-                    let want = plain(&norm, &case);
-                    assert_close(&run::<f64>(&norm, &case)?, &want, 1e-11, &what);
-                    let case = case.rounded::<f32>();
-                    let want = plain(&norm, &case);
-                    assert_close(&run::<f32>(&norm, &case)?, &want, 1e-5, &what);
+                    let case = compare::<f64>(&norm, case, 1e-11, &what)?;
+                    compare::<f32>(&norm, case, 1e-5, &what)?;
                 }
             }
         }
@@ -680,13 +687,7 @@ fn fused_gates_agree_with_the_general_code() -> Result<()> {
         }
         Ok(())
     }
-    for (gate_position, gate_act) in [
-        (GatePosition::Pre, Act::Sigmoid),
-        (GatePosition::Post, Act::Sigmoid),
-        (GatePosition::Pre, Act::Silu),
-        (GatePosition::Post, Act::Silu),
-    ] {
-        let norm = Normalize { gate_position, gate_act, ..Normalize::rms_norm() };
+    for norm in usual_gates() {
         for d in [1, 15, 40, 64, 192, 2048, 2100] {
             let mut gate: Vec<f64> = numbers(3 * d, 7).iter().map(|v| 9.0 * v).collect();
             check::<bf16>(&norm, d, &gate, 7)?;
@@ -983,14 +984,11 @@ fn a_relu_gate_cuts_any_gradient() -> Result<()> {
         gate_position: GatePosition::Post,
         ..Normalize::rms_norm()
     };
+    let [x, grad] = [View::new(&x, &[1, 2])?, View::new(&grad, &[1, 2])?];
     norm.backward_into(NormalizeBackward {
         gate: Some(View::new(&gate, &[1, 2])?),
         dgate: Some(ViewMut::new(&mut dgate, &[1, 2])?),
-        ..NormalizeBackward::new(
-            View::new(&grad, &[1, 2])?,
-            View::new(&x, &[1, 2])?,
-            View::new(&rstd, &[1, 1])?,
-        )
+        ..NormalizeBackward::new(grad, x, View::new(&rstd, &[1, 1])?)
     })?;
     assert_eq!(dgate, [0.0, 2.0]);
     Ok(())
