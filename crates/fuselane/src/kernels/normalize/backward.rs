@@ -147,6 +147,7 @@ impl<S: Simd> ChunkSums<S> {
     /// Takes q and dr of a block.
     #[inline(always)]
     fn add<P: Prologue<S>>(&mut self, prologue: P, (q, dr): (V<S>, V<S>), at: At) {
+        let at = if at.is_full() { at } else { At { slot: 0, ..at } };
         self.qdr.add_product(if P::GATED { At { slot: 0, ..at } } else { at }, q, dr);
         if prologue.centers() {
             self.q.add(at, if at.is_full() { q } else { q.first(at.n, 0.0) });
