@@ -265,13 +265,13 @@ impl Function for Softplus {
 }
 
 /// A loop that is compiled for each activation.
-pub(crate) trait ForEachAct<S: Simd> {
+trait ForEachAct<S: Simd> {
     fn run<F: Function>(self);
 }
 
 /// Runs a loop, in a function of its own for each activation.
 #[inline(always)]
-pub(crate) fn dispatch_act<S: Simd>(act: Act, code: impl ForEachAct<S>) {
+fn dispatch_act<S: Simd>(act: Act, code: impl ForEachAct<S>) {
     #[inline(always)]
     fn call<S: Simd, F: Function>(code: impl ForEachAct<S>) {
         S::call(
@@ -530,25 +530,35 @@ pub(crate) fn values_and_slopes<S: Simd>(
     dispatch_act::<S>(act, Slopes(exact, x, [values, slopes]));
 }
 
-/// `dx = grad * f'(x)` of a row, from a gradient in scratch.
+/// `dx = grad * f'(x)` of a row, out of line, from a gradient in scratch. Of the row that is `ahead` bytes away
+/// it asks for x.
 #[inline(always)]
-pub(crate) fn gradient_row<S: Simd, F: Function>(
-    x: Source<'_, S>,
+pub(crate) fn gradients<S: Simd>(
+    act: Act,
+    (x, ahead): (&[S::Elem], isize),
     grad: &[Lane],
     dx: RowSink<'_, S>,
 ) {
-    map_row::<S, F>(
-        x,
-        dx,
+    struct Gradients<'r, S: Simd>(&'r [S::Elem], isize, &'r [Lane], RowSink<'r, S>);
+    impl<S: Simd> ForEachAct<S> for Gradients<'_, S> {
         #[inline(always)]
-        |x, at| F::gradient_in_range(x, V::at(grad, at)),
-        #[inline(always)]
-        |x, at| F::gradient(x, V::at(grad, at)),
-        // A gradient in scratch is not a number of 16 bits, even where the activation is exact.
-        #[inline(always)]
-        |gradient| match F::HAS_FAST {
-            true => gradient.round_ties_away(),
-            false => gradient.round(),
-        },
-    );
+        fn run<F: Function>(self) {
+            let Self(x, ahead, grad, dx) = self;
+            map_row::<S, F>(
+                Source::new(x, Prefetch::L2(ahead)),
+                dx,
+                #[inline(always)]
+                |x, at| F::gradient_in_range(x, V::at(grad, at)),
+                #[inline(always)]
+                |x, at| F::gradient(x, V::at(grad, at)),
+                // A gradient in scratch is not a number of 16 bits, even where the activation is exact.
+                #[inline(always)]
+                |gradient| match F::HAS_FAST {
+                    true => gradient.round_ties_away(),
+                    false => gradient.round(),
+                },
+            );
+        }
+    }
+    dispatch_act::<S>(act, Gradients(x, ahead, grad, dx));
 }

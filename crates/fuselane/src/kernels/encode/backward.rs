@@ -8,13 +8,14 @@ use super::walk::{SubTile, Walk, interleaved};
 use super::{Encoding, FusedAct};
 use crate::exec::rows::TaskRows;
 use crate::exec::scratch::{Plain, Scratch};
-use crate::kernels::act::{self, ForEachAct, Function};
+use crate::kernels::act;
 use crate::kernels::lanes::{Lane, to_index_order};
 use crate::kernels::sink::{RowSink, Sink};
 use crate::kernels::softmax::{IN_RANGE, exp_row};
 use crate::kernels::source::{Prefetch, Source};
 use crate::kernels::sweep::sweep;
 use crate::kernels::tile::{InputTile, OutputTile, for_each_row};
+use crate::ops::act::Act;
 use crate::simd::{Kernel, LANES, Simd, V};
 
 /// For the backward of a softmax over the sequence: sum over tokens of x' * dx', for each column.
@@ -127,9 +128,7 @@ impl<E: Encoding> Kernel for Backward<'_, '_, '_, E> {
                 }
                 match plan.act {
                     _ if to.dx.len() == 0 => {}
-                    FusedAct::Elementwise(act) => {
-                        act::dispatch_act::<S>(act, Elementwise { to, g })
-                    }
+                    FusedAct::Elementwise(act) => to.elementwise(act, g),
                     FusedAct::SoftmaxFeatures => to.softmax(y, g, None),
                     FusedAct::SoftmaxSequence => to.softmax(y, g, Some(walk.columns(dots, &tile))),
                 }
@@ -240,34 +239,26 @@ struct Gradient<'p, 'o, S: Simd> {
     non_temporal: bool,
 }
 
-/// dx = dx' * f'(x)
-struct Elementwise<'p, 'o, S: Simd> {
-    to: Gradient<'p, 'o, S>,
-    g: InputTile<'p, Lane>,
-}
-
-impl<S: Simd> ForEachAct<S> for Elementwise<'_, '_, S> {
+impl<S: Simd> Gradient<'_, '_, S> {
+    /// dx = dx' * f'(x)
     #[inline(always)]
-    fn run<F: Function>(self) {
-        let Self { to: Gradient { x, segments, rows: [tokens, heads], mut dx, non_temporal }, g } =
-            self;
-        let soon = Prefetch::L2(x.ahead());
+    fn elementwise(mut self, act: Act, g: InputTile<'_, Lane>) {
+        let ahead = self.x.ahead();
+        let Self { x, segments, rows: [tokens, heads], ref mut dx, non_temporal } = self;
         for_each_row(
             [1, tokens, heads],
             #[inline(always)]
-            |row| {
-                let (x, g, dx) = (x.row(row), g.row(row), dx.row(row));
+            |[_, i, j]| {
+                let (x, g, dx) = (x.row([0, i, j]), g.row([0, i, j]), dx.row([0, i, j]));
                 for segment in segments.joined() {
-                    let x = Source::<S>::new(&x[segment.features()], soon);
-                    let dx = RowSink::new(&mut dx[segment.features()], non_temporal);
-                    act::gradient_row::<S, F>(x, &g[segment.scratch()], dx);
+                    let x = (&x[segment.features()], ahead);
+                    let dx = RowSink::<S>::new(&mut dx[segment.features()], non_temporal);
+                    act::gradients(act, x, &g[segment.scratch()], dx);
                 }
             },
         );
     }
-}
 
-impl<S: Simd> Gradient<'_, '_, S> {
     /// dx = x' * (dx' - sum of x' * dx'), by rows, or by columns, whose sums are `dots`.
     #[inline(always)]
     fn softmax(mut self, y: InputTile<'_, Lane>, g: InputTile<'_, Lane>, dots: Option<&[Lane]>) {
