@@ -123,16 +123,18 @@ fn row_softmax<S: Simd>(
                     if fast && in_range::<S>(x) {
                         return;
                     }
-                    let inverse = V::<S>::splat(exp_row::<S>(x, exponentials));
-                    if segments.joined().len() == 1 {
-                        y.copy_from_slice(&exponentials[..y.len()]);
+                    let inverse = if segments.joined().len() == 1 {
+                        exp_row::<S>(x, y)
                     } else {
                         // The blocks of the segments are other ones than those of the row.
+                        let inverse = exp_row::<S>(x, exponentials);
                         to_index_order::<S>(exponentials, &mut numbers[..x.len()]);
                         for segment in segments.joined() {
                             to_lanes::<S>(&numbers[segment.features()], &mut y[segment.scratch()]);
                         }
-                    }
+                        inverse
+                    };
+                    let inverse = V::<S>::splat(inverse);
                     for k in (0..y.len()).step_by(LANES) {
                         (V::get(y, k) * inverse).set(y, k);
                     }
