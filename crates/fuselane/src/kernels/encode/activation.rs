@@ -115,6 +115,7 @@ fn row_softmax<S: Simd>(
     S::call(
         #[inline(always)]
         move || {
+            let soon = Prefetch::L2(x.ahead());
             for_each_row(
                 [1, rows[0], rows[1]],
                 #[inline(always)]
@@ -124,10 +125,10 @@ fn row_softmax<S: Simd>(
                         return;
                     }
                     let inverse = if segments.joined().len() == 1 {
-                        exp_row::<S>(x, y)
+                        exp_row(Source::<S>::new(x, soon), y)
                     } else {
                         // The blocks of the segments are other ones than those of the row.
-                        let inverse = exp_row::<S>(x, exponentials);
+                        let inverse = exp_row(Source::<S>::new(x, soon), exponentials);
                         to_index_order::<S>(exponentials, &mut numbers[..x.len()]);
                         for segment in segments.joined() {
                             to_lanes::<S>(&numbers[segment.features()], &mut y[segment.scratch()]);

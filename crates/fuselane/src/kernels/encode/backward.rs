@@ -342,7 +342,8 @@ impl<S: Simd> Gradient<'_, '_, S> {
                         if in_range::<S>(x) {
                             return;
                         }
-                        let inverse = V::<S>::splat(exp_row::<S>(x, y));
+                        let inverse =
+                            V::<S>::splat(exp_row(Source::<S>::new(x, Prefetch::None), y));
                         for k in (0..width).step_by(LANES) {
                             (V::get(y, k) * inverse).set(y, k);
                         }

@@ -194,8 +194,9 @@ fn gradients_from_input<S: Simd, F: Form>(
         #[inline(always)]
         move || {
             let (len, mut shifts) = (x.len(), [0.0; TILE_ROWS]);
+            let ahead = Prefetch::L1(x.ahead());
             for (r, shift) in shifts[..x.count()].iter_mut().enumerate() {
-                *shift = row_shift::<S>(x.row(r));
+                *shift = row_shift(Source::<S>::new(x.row(r), ahead));
             }
             let (mut scales, mut totals) = ([0.0; TILE_ROWS], [0.0; TILE_ROWS]);
             for r in 0..x.count() {

@@ -32,10 +32,10 @@ pub(super) fn tile_rows(len: usize) -> usize {
 /// for. The softmax is their product, for every row: one with a NaN or a plus infinity has 1 / sum =
 /// NaN, and one of nothing but minus infinity has zeros and 1 / sum = infinity.
 #[inline(always)]
-pub(crate) fn exp_row<S: Simd>(x: &[S::Elem], scratch: &mut [Lane]) -> f32 {
+pub(crate) fn exp_row<S: Simd>(x: Source<'_, S>, scratch: &mut [Lane]) -> f32 {
     let sum = exp_sum::<S>(
-        x,
-        row_shift::<S>(x),
+        x.without_prefetch(),
+        row_shift(x),
         #[inline(always)]
         |at, e| e.set_at(scratch, at),
     );
@@ -45,13 +45,13 @@ pub(crate) fn exp_row<S: Simd>(x: &[S::Elem], scratch: &mut [Lane]) -> f32 {
 /// What a row's exponentials are taken relative to: its maximum, but 0 where that is minus infinity. Of
 /// any value where the row has a NaN.
 #[inline(always)]
-pub(super) fn row_shift<S: Simd>(x: &[S::Elem]) -> f32 {
+pub(super) fn row_shift<S: Simd>(x: Source<'_, S>) -> f32 {
     let least = f32::NEG_INFINITY;
     let mut max = V::<S>::splat(least);
     sweep::<S>(
         x.len(),
         #[inline(always)]
-        |at| max = max.max(V::load(x, at).up_to(at, least)),
+        |at| max = max.max(x.load(at).up_to(at, least)),
     );
     let max = max.largest();
     if max == least { 0.0 } else { max }
@@ -59,7 +59,7 @@ pub(super) fn row_shift<S: Simd>(x: &[S::Elem]) -> f32 {
 
 /// The sum of exp(x - shift) over a row; `each` takes its blocks.
 #[inline(always)]
-fn exp_sum<S: Simd>(x: &[S::Elem], shift: f32, mut each: impl FnMut(At, V<S>)) -> f64 {
+fn exp_sum<S: Simd>(x: Source<'_, S>, shift: f32, mut each: impl FnMut(At, V<S>)) -> f64 {
     let (shift, mut total) = (V::splat(shift), 0.0);
     for chunk in chunks(x.len(), CHUNK) {
         let mut sum = V::<S>::zero();
@@ -67,7 +67,7 @@ fn exp_sum<S: Simd>(x: &[S::Elem], shift: f32, mut each: impl FnMut(At, V<S>)) -
             chunk,
             #[inline(always)]
             |at| {
-                let e = (V::load(x, at) - shift).exp().up_to(at, 0.0);
+                let e = (x.load(at) - shift).exp().up_to(at, 0.0);
                 each(at, e);
                 sum += e;
             },
@@ -87,12 +87,13 @@ fn shifts_and_sums<S: Simd>(
         #[inline(always)]
         move || {
             let (mut shifts, mut sums) = ([0.0; TILE_ROWS], [0.0; TILE_ROWS]);
+            let ahead = Prefetch::L1(x.ahead());
             for (r, shift) in shifts[..x.count()].iter_mut().enumerate() {
-                *shift = row_shift::<S>(x.row(r));
+                *shift = row_shift(Source::<S>::new(x.row(r), ahead));
             }
             for (r, sum) in sums[..x.count()].iter_mut().enumerate() {
-                *sum = exp_sum::<S>(
-                    x.row(r),
+                *sum = exp_sum(
+                    Source::<S>::new(x.row(r), Prefetch::None),
                     shifts[r],
                     #[inline(always)]
                     |at, e| each(r, at, e),
