@@ -1,9 +1,9 @@
 //! Copies of memory, and how fast this machine makes them.
 //!
-//! The copy that stores past the caches is the yardstick of every operator: above the size of the
+//! The copy with non-temporal stores is the yardstick of every operator: above the size of the
 //! last-level cache a plain store first reads the line that it is about to overwrite, and so a
 //! plain copy moves a half more than it has to. Rates count the bytes read plus the bytes written.
-//! The system's own copy stands beside it; for large sizes it may store past the caches as well.
+//! The system's own copy stands beside it; for large sizes it may store non-temporally as well.
 //!
 //! The buffers come from fuselane's pool, as the operators' outputs do: on huge pages where the
 //! system allows.
@@ -24,10 +24,10 @@ const PIECE: usize = 64 << 10;
 pub(crate) enum Kind {
     /// The system's copy, one call per thread.
     Memcpy,
-    /// Stores past the caches, straight on.
+    /// Non-temporal stores, straight on.
     Streaming,
-    /// Stores past the caches, four pages in turns.
-    Turns,
+    /// Non-temporal stores, four pages interleaved.
+    Interleaved,
 }
 
 impl Kind {
@@ -35,7 +35,7 @@ impl Kind {
         match self {
             Self::Memcpy => "memcpy",
             Self::Streaming => "streaming",
-            Self::Turns => "in turns",
+            Self::Interleaved => "interleaved",
         }
     }
 
@@ -43,7 +43,7 @@ impl Kind {
     pub(crate) fn is_available(self) -> bool {
         match self {
             Self::Memcpy => true,
-            Self::Streaming | Self::Turns => can_stream(),
+            Self::Streaming | Self::Interleaved => can_stream(),
         }
     }
 
@@ -52,7 +52,7 @@ impl Kind {
         match self {
             Self::Memcpy => to.copy_from_slice(from),
             Self::Streaming => stream(from, to),
-            Self::Turns => stream_by::<true>(from, to),
+            Self::Interleaved => stream_by::<true>(from, to),
         }
     }
 
@@ -79,7 +79,7 @@ fn can_stream() -> bool {
     false
 }
 
-/// Copies past the caches where this CPU can, and plainly elsewhere.
+/// Copies with non-temporal stores where this CPU can, and plainly elsewhere.
 ///
 /// # Panics
 /// When the lengths differ.
@@ -87,7 +87,7 @@ pub(crate) fn stream(from: &[u8], to: &mut [u8]) {
     stream_by::<false>(from, to);
 }
 
-/// [`stream`], straight on or in turns.
+/// [`stream`], straight on or interleaved.
 fn stream_by<const TURNS: bool>(from: &[u8], to: &mut [u8]) {
     assert_eq!(from.len(), to.len(), "both sides of a copy have one length");
     #[cfg(target_arch = "x86_64")]
@@ -196,8 +196,8 @@ impl Way {
         Self { kind: Kind::Memcpy, parallel: true },
         Self { kind: Kind::Streaming, parallel: false },
         Self { kind: Kind::Streaming, parallel: true },
-        Self { kind: Kind::Turns, parallel: false },
-        Self { kind: Kind::Turns, parallel: true },
+        Self { kind: Kind::Interleaved, parallel: false },
+        Self { kind: Kind::Interleaved, parallel: true },
     ];
 
     /// Whether this CPU can.
@@ -251,8 +251,9 @@ pub(crate) fn copies_per_round() -> usize {
 fn cases() -> Vec<(Kind, usize)> {
     let all = rayon::current_num_threads();
     let threads = if all > 1 { vec![1, all] } else { vec![1] };
-    let kinds =
-        [Kind::Memcpy, Kind::Streaming, Kind::Turns].into_iter().filter(|kind| kind.is_available());
+    let kinds = [Kind::Memcpy, Kind::Streaming, Kind::Interleaved]
+        .into_iter()
+        .filter(|kind| kind.is_available());
     kinds.flat_map(|kind| threads.iter().map(move |&threads| (kind, threads))).collect()
 }
 
@@ -322,7 +323,7 @@ mod tests {
     fn copies_odd_sizes_and_offsets() {
         const GUARD: u8 = 0xee;
         let from: Vec<u8> = (0..40_000u32).map(|i| (i * 7 + i / 256) as u8 % 0xee).collect();
-        for kind in [Kind::Memcpy, Kind::Streaming, Kind::Turns] {
+        for kind in [Kind::Memcpy, Kind::Streaming, Kind::Interleaved] {
             let long = [255, 256, 257, 1025, 16_384, 16_415, 16_511, 16_640, 33_003];
             for len in (0..=193).chain(long) {
                 for from_offset in [0, 1, 3, 16, 31] {
@@ -345,7 +346,7 @@ mod tests {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             for len in [0, 1, 2, 6, 7, 1000, 100_003] {
                 let from: Vec<u8> = (0..len).map(|i| (i % 251) as u8).collect();
-                for kind in [Kind::Memcpy, Kind::Streaming, Kind::Turns] {
+                for kind in [Kind::Memcpy, Kind::Streaming, Kind::Interleaved] {
                     let mut to = vec![0xee; len];
                     pool.install(|| kind.copy_parallel(&from, &mut to));
                     assert_eq!(from, to);

@@ -20,7 +20,7 @@ static COUNT: AtomicUsize = AtomicUsize::new(0);
 /// Who is asked as long as that is so.
 static ASK: OnceLock<Box<dyn Fn() -> usize + Send + Sync>> = OnceLock::new();
 
-/// Threads of PyTorch's, which calls run on where they are enough: the two libraries work in turns, and
+/// Threads of PyTorch's, which calls run on where they are enough: the two libraries work one after the other, and
 /// two sets of threads would disturb each other, since those of OpenMP spin for a while before they
 /// sleep.
 static TEAM: OnceLock<Team> = OnceLock::new();
@@ -89,7 +89,7 @@ pub(crate) fn count() -> usize {
     }
 }
 
-/// Names who is asked how many, as long as nobody has said. The two libraries work in turns, so that as
+/// Names who is asked how many, as long as nobody has said. The two libraries work one after the other, so that as
 /// many as PyTorch uses is never too many; its workers, for instance, use one each.
 pub(crate) fn follow(ask: impl Fn() -> usize + Send + Sync + 'static) {
     let _ = ASK.set(Box::new(ask));

@@ -38,7 +38,7 @@ const HUGE: usize = 2 << 20;
 const LINE: usize = 64;
 /// The unit of large blocks.
 const PAGE: usize = 4096;
-/// Places for large blocks, a huge page apart, taken in turns. See [`Block::new`].
+/// Places for large blocks, a huge page apart, one after the other. See [`Block::new`].
 const PLACES: usize =
     if cfg!(all(target_os = "linux", target_pointer_width = "64")) { 16 } else { 1 };
 

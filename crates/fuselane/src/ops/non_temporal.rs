@@ -1,4 +1,4 @@
-//! Tests of stores past the caches, which only large calls make: forced on small ones, they give the same
+//! Tests of non-temporal stores, which only large calls make: forced on small ones, they give the same
 //! bits in the same places.
 
 use half::{bf16, f16};

@@ -17,7 +17,7 @@ use crate::worker::Fault;
 /// Elements that are worked on at once.
 const BLOCK: usize = 256;
 
-/// Elements of output that are gathered before they are stored past the caches.
+/// Elements of output that are gathered before they are stored non-temporally.
 const PIECE: usize = 8192;
 
 /// Numbers that a sum along a row is kept in, so that it is not one chain of additions.
@@ -108,7 +108,7 @@ impl Number for bf16 {
     }
 }
 
-/// The bytes of numbers, to be stored past the caches.
+/// The bytes of numbers, to be stored non-temporally.
 fn bytes<T: Number>(numbers: &mut [T]) -> &mut [u8] {
     // SAFETY: floats have no padding, and any bytes are floats.
     let (head, bytes, tail) = unsafe { numbers.align_to_mut::<u8>() };
@@ -235,7 +235,7 @@ struct Plan<'a, F, const N: usize> {
     inputs: [(Data<'a>, Meets); N],
     /// The length of the output's rows.
     width: usize,
-    /// Store past the caches.
+    /// Store non-temporally.
     stream: bool,
     f: F,
 }

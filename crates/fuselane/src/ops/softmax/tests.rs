@@ -403,7 +403,7 @@ fn the_same_bits_for_any_threads_and_batch() -> Result<()> {
     Ok(())
 }
 
-/// Rows that wide lanes take in turns: whole batches and a shorter one, among
+/// Rows whose tiles are pipelined: whole batches and a shorter one, among
 /// them rows that are far, masked or NaN, each as it is by itself.
 #[test]
 fn rows_in_turns_are_what_they_are_alone() -> Result<()> {
