@@ -5,6 +5,7 @@ use crate::exec::scratch::Scratch;
 use crate::kernels::lanes::Lane;
 use crate::kernels::sink::{RowSink, Sink};
 use crate::kernels::softmax::{column_statistics, exp_row};
+use crate::kernels::source::{Prefetch, Source};
 use crate::kernels::sweep::sweep;
 use crate::simd::{Kernel, Simd, V};
 use crate::{Isa, with_isa};
@@ -455,7 +456,7 @@ impl Kernel for Helpers<'_> {
         let mut scratch = [len; 2].map(Scratch::<Lane>::new);
         let [shift, inverse] = &mut scratch;
         for r in 5..count {
-            let scale = V::splat(exp_row::<S>(x.row(r), shift));
+            let scale = V::splat(exp_row(Source::<S>::new(x.row(r), Prefetch::None), shift));
             let mut o = RowSink::<S>::new(o.row(r), false);
             sweep::<S>(len, |at| o.put(at, (V::<S>::at(shift, at) * scale).round()));
         }
