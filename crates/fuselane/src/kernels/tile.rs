@@ -93,6 +93,14 @@ impl<P: Copy> Rows<P> {
         self.counts = counts;
     }
 
+    /// Makes one row of those along the last dimension, if they follow each other without a gap.
+    #[inline(always)]
+    fn joined<T>(self) -> Option<Self> {
+        let ([.., inner], [entries, rows, columns]) = (self.steps, self.counts);
+        let gapless = columns == 1 || inner == (self.len * size_of::<T>()) as isize;
+        gapless.then_some(Self { counts: [entries, rows, 1], len: columns * self.len, ..self })
+    }
+
     /// Bytes from the first row to one of the tile.
     #[inline(always)]
     fn offset(&self, [m, i, j]: [usize; 3]) -> isize {
@@ -152,6 +160,17 @@ impl<'r, T: Copy> InputTile<'r, T> {
         self.ahead
     }
 
+    /// The tile with one row in the place of those along the last dimension, if they follow each other
+    /// without a gap.
+    #[inline(always)]
+    pub(crate) fn joined(self) -> Option<Self> {
+        // The rows that `new` was promised, or of one slice: without gaps they are one readable row.
+        self.rows.joined::<T>().map(
+            #[inline(always)]
+            |rows| Self { rows, ..self },
+        )
+    }
+
     /// Leaves the first rows: entries, and along the first and the last dimension.
     #[inline(always)]
     pub(crate) fn shrink(&mut self, counts: [usize; 3]) {
@@ -176,6 +195,15 @@ impl<'r, T: Copy> OutputTile<'r, T> {
         let slice = (scratch.as_mut_ptr(), scratch.len());
         let rows = Rows::in_slice::<T>(slice, rows, [rows[1] * len, len], len);
         Self { rows, memory: PhantomData }
+    }
+
+    /// As [`InputTile::joined`]; gives the tile back as it was if there are gaps.
+    #[inline(always)]
+    pub(crate) fn joined(self) -> Result<Self, Self> {
+        match self.rows.joined::<T>() {
+            Some(rows) => Ok(Self { rows, ..self }),
+            None => Err(self),
+        }
     }
 
     /// As [`InputTile::row`].

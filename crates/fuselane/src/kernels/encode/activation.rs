@@ -56,21 +56,27 @@ pub(super) fn activate<S: Simd>(
     columns: &Columns,
     scratch: &mut RowScratch,
 ) -> bool {
-    let (segments, rows) = (&plan.segments, sub_tile.tile.rows);
-    let fast = is_fast::<S>(segments, columns.exact);
-    let y = OutputTile::dense(&mut scratch.y, rows, segments.width());
-    match plan.act {
-        FusedAct::Elementwise(act) => {
-            values::<S>(act, segments, x, rows, y);
-            return false;
-        }
-        FusedAct::SoftmaxFeatures => row_softmax::<S>(segments, x, rows, fast, scratch),
-        FusedAct::SoftmaxSequence => {
-            let [_, batch, head] = sub_tile.tile.first;
-            let head = batch * plan.heads + head;
-            column_softmax::<S>(segments, x, rows, (columns, head), y);
-        }
+    let rows = sub_tile.tile.rows;
+    let fast = is_fast::<S>(&plan.segments, columns.exact);
+    if plan.act == FusedAct::SoftmaxFeatures {
+        row_softmax::<S>(&plan.segments, x, rows, fast, scratch);
+        return fast;
     }
+    // Features of several heads are as good as those of one.
+    let joined = plan.joined_segments.as_ref().zip(x.joined());
+    let joined =
+        joined.filter(|_| columns.together(rows[1]) || plan.act != FusedAct::SoftmaxSequence);
+    let (segments, x, rows, heads) = match joined {
+        Some((segments, x)) => (segments, x, [rows[0], 1], rows[1]),
+        None => (&plan.segments, x, rows, 1),
+    };
+    let y = OutputTile::dense(&mut scratch.y, rows, segments.width());
+    if let FusedAct::Elementwise(act) = plan.act {
+        values::<S>(act, segments, x, rows, y);
+        return false;
+    }
+    let [_, batch, head] = sub_tile.tile.first;
+    column_softmax::<S>(segments, x, rows, (columns, batch * plan.heads + head, heads), y);
     fast
 }
 
@@ -211,13 +217,14 @@ fn softmax_in_range<S: Simd>(
     )
 }
 
-/// A softmax over the sequence, from the statistics of the columns of heads from one on.
+/// A softmax over the sequence, from the statistics of the columns of heads from one on, of which so many
+/// are joined.
 #[inline(always)]
 fn column_softmax<S: Simd>(
     segments: &Segments,
     x: InputTile<'_, S::Elem>,
     rows: [usize; 2],
-    (columns, first): (&Columns, usize),
+    (columns, first, joined): (&Columns, usize, usize),
     y: OutputTile<'_, Lane>,
 ) {
     if columns.exact {
@@ -225,7 +232,7 @@ fn column_softmax<S: Simd>(
             segments,
             x,
             rows,
-            (columns, first),
+            (columns, first, joined),
             y,
             #[inline(always)]
             |x, shift| (x - shift).exp(),
@@ -235,7 +242,7 @@ fn column_softmax<S: Simd>(
             segments,
             x,
             rows,
-            (columns, first),
+            (columns, first, joined),
             y,
             #[inline(always)]
             |x, _| x.exp_fast_in_range(),
@@ -246,7 +253,7 @@ fn column_softmax<S: Simd>(
             segments,
             x,
             rows,
-            (columns, first),
+            (columns, first, joined),
             y,
             #[inline(always)]
             |x, shift| (x - shift).exp_fast(),
@@ -260,7 +267,7 @@ fn column_softmax_by<S: Simd>(
     segments: &Segments,
     x: InputTile<'_, S::Elem>,
     [tokens, heads]: [usize; 2],
-    (columns, first): (&Columns, usize),
+    (columns, first, joined): (&Columns, usize, usize),
     mut y: OutputTile<'_, Lane>,
     exp: impl Fn(V<S>, V<S>) -> V<S>,
 ) {
@@ -268,8 +275,9 @@ fn column_softmax_by<S: Simd>(
         #[inline(always)]
         move || {
             let soon = Prefetch::L2(x.ahead());
-            columns.for_each_head(
+            columns.for_each_row(
                 first,
+                joined,
                 heads,
                 #[inline(always)]
                 |j, head| {

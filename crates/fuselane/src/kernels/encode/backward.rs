@@ -5,7 +5,7 @@ use super::columns::Columns;
 use super::operands::{Elements, LanesMut, Output, nearest_even};
 use super::segments::Segments;
 use super::walk::{SubTile, Walk, interleaved};
-use super::{Encoding, FusedAct};
+use super::{Encoding, FusedAct, Plan};
 use crate::exec::rows::TaskRows;
 use crate::exec::scratch::{Plain, Scratch};
 use crate::kernels::act;
@@ -126,11 +126,18 @@ impl<E: Encoding> Kernel for Backward<'_, '_, '_, E> {
                         angles.take::<S, E>(&walk, &sub_tile, sums);
                     }
                 }
+                if to.dx.len() == 0 {
+                    return;
+                }
+                if plan.act == FusedAct::SoftmaxFeatures {
+                    return to.softmax(y, g, None);
+                }
+                let to = to.joined(plan);
+                let y = InputTile::dense(&scratch.y, to.rows, to.segments.width());
+                let g = InputTile::dense(&scratch.g, to.rows, to.segments.width());
                 match plan.act {
-                    _ if to.dx.len() == 0 => {}
                     FusedAct::Elementwise(act) => to.elementwise(act, g),
-                    FusedAct::SoftmaxFeatures => to.softmax(y, g, None),
-                    FusedAct::SoftmaxSequence => to.softmax(y, g, Some(walk.columns(dots, &tile))),
+                    _ => to.softmax(y, g, Some(walk.columns(dots, &tile))),
                 }
             },
         );
@@ -239,7 +246,19 @@ struct Gradient<'p, 'o, S: Simd> {
     non_temporal: bool,
 }
 
-impl<S: Simd> Gradient<'_, '_, S> {
+impl<'p, S: Simd> Gradient<'p, '_, S> {
+    /// With the heads of a token as one row, if they can be.
+    #[inline(always)]
+    fn joined(self, plan: &'p Plan<'_>) -> Self {
+        let Some((segments, x)) = plan.joined_segments.as_ref().zip(self.x.joined()) else {
+            return self;
+        };
+        match self.dx.joined() {
+            Ok(dx) => Self { x, segments, rows: [self.rows[0], 1], dx, ..self },
+            Err(dx) => Self { dx, ..self },
+        }
+    }
+
     /// dx = dx' * f'(x)
     #[inline(always)]
     fn elementwise(mut self, act: Act, g: InputTile<'_, Lane>) {

@@ -56,23 +56,32 @@ impl Columns {
             groups.all(|group| group.last().is_some_and(|in_range| !in_range.is_zero()));
     }
 
-    /// Calls `work` with those of `count` neighbouring heads, from one on, counted over all batch entries.
+    /// Whether those of `heads` heads of a tile lie side by side.
+    pub(super) fn together(&self, heads: usize) -> bool {
+        self.heads == heads
+    }
+
+    /// Calls `work` with those of `count` rows of `joined` heads, from a head on, counted over all batch
+    /// entries.
     #[inline(always)]
-    pub(super) fn for_each_head(
+    pub(super) fn for_each_row(
         &self,
         first: usize,
+        joined: usize,
         count: usize,
         mut work: impl FnMut(usize, HeadColumns<'_>),
     ) {
         let (width, len) = (self.width, self.len());
         let (mut group, mut slot) = (first / self.heads, first % self.heads);
-        for head in 0..count {
+        for row in 0..count {
             let (shifts, inverses) =
                 self.statistics[group * len..][..len - LANES].split_at((len - LANES) / 2);
-            let (shift, inverse) =
-                (&shifts[slot * width..][..width], &inverses[slot * width..][..width]);
-            work(head, HeadColumns { shift, inverse });
-            slot += 1;
+            let (shift, inverse) = (
+                &shifts[slot * width..][..joined * width],
+                &inverses[slot * width..][..joined * width],
+            );
+            work(row, HeadColumns { shift, inverse });
+            slot += joined;
             if slot == self.heads {
                 (group, slot) = (group + 1, 0);
             }

@@ -198,6 +198,8 @@ pub(crate) struct Plan<'a> {
     /// How a row of x is cut, and one of o.
     pub(crate) segments: Segments,
     output_segments: Segments,
+    /// How the rows of a tile's heads are cut that are joined into one, if they can be.
+    joined_segments: Option<Segments>,
     /// Room for the sums of one head's angles.
     angle_sums: usize,
     /// Tokens and heads whose angles are held at once.
@@ -265,6 +267,18 @@ impl<'a> Plan<'a> {
             2 * table_heads * angle_sums + passes.scratch(act) * tile_heads * segments.width();
         let tile =
             [tile_tokens(tile_heads * features * size, kept * size_of::<Lane>()), tile_heads];
-        Self { act, angles, batch, heads, segments, output_segments, angle_sums, tile }
+        let joined_segments =
+            segments.is_whole().then(|| Segments::new([tile_heads * segments.width(), 0, 0, 0]));
+        Self {
+            act,
+            angles,
+            batch,
+            heads,
+            segments,
+            output_segments,
+            joined_segments,
+            angle_sums,
+            tile,
+        }
     }
 }

@@ -55,6 +55,9 @@ const SOON: Prefetch = Prefetch::L1(2 << 10);
 trait Gate: Copy {
     /// Its value, as exact as its rounding to 16 bits needs.
     fn value<S: Simd>(gate: V<S>) -> V<S>;
+    /// Its value, as exact as sums over a row need: what is off in all of their terms is not averaged out, and
+    /// would come into the gradient of the weight by way of rstd.
+    fn value_for_sums<S: Simd>(gate: V<S>) -> V<S>;
 }
 
 #[derive(Clone, Copy)]
@@ -65,6 +68,10 @@ impl Gate for Sigmoid {
     fn value<S: Simd>(gate: V<S>) -> V<S> {
         gate.sigmoid_fast()
     }
+    #[inline(always)]
+    fn value_for_sums<S: Simd>(gate: V<S>) -> V<S> {
+        gate.sigmoid_for_sums()
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -74,6 +81,10 @@ impl Gate for Silu {
     #[inline(always)]
     fn value<S: Simd>(gate: V<S>) -> V<S> {
         gate.silu_fast()
+    }
+    #[inline(always)]
+    fn value_for_sums<S: Simd>(gate: V<S>) -> V<S> {
+        gate * gate.sigmoid_for_sums()
     }
 }
 

@@ -124,7 +124,7 @@ impl<S: Simd, G: Gate> Prologue<S> for GatedIn<G> {
     const FAST: bool = true;
     #[inline(always)]
     fn p(self, row: &mut Inputs<'_, S>, at: At) -> V<S> {
-        row.x.load(at) * G::value(row.gate.load(at))
+        row.x.load(at) * G::value_for_sums(row.gate.load(at))
     }
 }
 

@@ -673,6 +673,52 @@ fn gated_call<T: Element>(
 }
 
 #[test]
+fn weight_gradients_of_gates_are_exact() -> Result<()> {
+    /// The error of dweight in f32, for 16-bit activations, relative to its norm.
+    fn relative_error<T: Element>(norm: &Normalize, case: &Case) -> Result<f64> {
+        let (rows, d) = (case.rows(), case.d);
+        let shape = [rows, d];
+        let gate = case.gate.clone().unwrap_or_default();
+        let [x, grad, gate] = [&case.x, &case.grad, &gate].map(|v| typed::<T>(v));
+        let [x, grad, gate] = [&x, &grad, &gate].map(|v| View::new(v, &shape));
+        let (x, grad, gate) = (x?, grad?, gate?);
+        let weight = typed::<f32>(&numbers(d, 4));
+        let weight = Some(View::new(&weight, &[d])?);
+        let [mut o, mut dx, mut dgate] = [(); 3].map(|()| vec![T::from_f64(f64::NAN); rows * d]);
+        let (mut rstd, mut dweight) = (vec![f32::NAN; rows], vec![f32::NAN; d]);
+        norm.forward_into(NormalizeForward {
+            weight,
+            gate: Some(gate),
+            rstd: Some(ViewMut::new(&mut rstd, &[rows, 1])?),
+            ..NormalizeForward::new(x, ViewMut::new(&mut o, &shape)?)
+        })?;
+        norm.backward_into(NormalizeBackward {
+            weight,
+            gate: Some(gate),
+            dx: Some(ViewMut::new(&mut dx, &shape)?),
+            dgate: Some(ViewMut::new(&mut dgate, &shape)?),
+            dweight: Some(ViewMut::new(&mut dweight, &[d])?),
+            ..NormalizeBackward::new(grad, x, View::new(&rstd, &[rows, 1])?)
+        })?;
+        let want = plain(norm, case).dweight;
+        let size: f64 = want.iter().map(|w| w * w).sum();
+        let apart: f64 = widened(&dweight).iter().zip(&want).map(|(g, w)| (g - w).powi(2)).sum();
+        Ok((apart / size).sqrt())
+    }
+    fn check<T: Element>() -> Result<()> {
+        for norm in usual_gates() {
+            let case = Case::new(64, 2048, true);
+            let case = Case { residual: None, bias: None, grad_sum: None, ..case }.rounded::<T>();
+            let error = relative_error::<T>(&norm, &case)?;
+            assert!(error < 2e-6, "{} {norm:?}: {error:e}", T::DTYPE);
+        }
+        Ok(())
+    }
+    check::<bf16>()?;
+    check::<f16>()
+}
+
+#[test]
 fn fused_gates_agree_with_the_general_code() -> Result<()> {
     fn check<T: Element>(norm: &Normalize, d: usize, gate: &[f64], bits: i32) -> Result<()> {
         let fused = gated_call::<T>(norm, d, gate, false)?;
