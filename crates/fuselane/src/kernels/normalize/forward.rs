@@ -240,20 +240,20 @@ impl<S: Simd> Tiles<'_, '_, S> {
         if any { self.width } else { 0 }
     }
 
-    /// Finds g(gate) of a tile, if that is to be done before a pass.
+    /// Finds g(gate) of a tile, if that is to be done before a pass; `exact` where it goes into sums.
     #[inline(always)]
-    fn find_gate_values(&mut self, act: Option<Act>, tile: Tile) {
+    fn find_gate_values(&mut self, act: Option<Act>, exact: bool, tile: Tile) {
         let Some(act) = act else { return };
         let (gate, next) = (&self.rows.inputs[2], ahead::<S>(self.bytes(&tile)));
         for (values, row) in self.gate_values.chunks_exact_mut(self.width).zip(tile) {
-            act::values(act, false, Source::<S>::new(gate.row(row), next), values);
+            act::values(act, exact, Source::<S>::new(gate.row(row), next), values);
         }
     }
 
     /// [`Reduce`] of each row of a tile.
     #[inline(always)]
     fn reduce<P: Prologue<S>>(&mut self, prologue: P, tile: Tile) {
-        self.find_gate_values(prologue.gate_before(), tile.clone());
+        self.find_gate_values(prologue.gate_before(), true, tile.clone());
         let this = self;
         S::call(
             #[inline(always)]
@@ -359,7 +359,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
         tile: Tile,
         moments: &OfTile<Moments>,
     ) {
-        self.find_gate_values(parts.1.gate_before(), tile.clone());
+        self.find_gate_values(parts.1.gate_before(), false, tile.clone());
         let this = self;
         S::call(
             #[inline(always)]
