@@ -45,6 +45,23 @@ struct Operand {
 
 impl Operand {
     const ABSENT: Self = Self { base: std::ptr::null_mut(), size: 1, len: 0, steps: [0; MAX_RANK] };
+
+    /// The address of a row, and its length. (Both come in registers.)
+    #[inline(never)]
+    fn row_start(&self, tiles: Option<ColumnTiles>, index: &[usize]) -> (*mut u8, usize) {
+        if self.base.is_null() {
+            return (std::ptr::NonNull::<u64>::dangling().as_ptr().cast(), 0);
+        }
+        let mut offset = 0;
+        for (&i, &step) in index.iter().zip(&self.steps) {
+            offset += i as isize * step;
+        }
+        let len = match tiles {
+            None => self.len,
+            Some(t) => self.len.saturating_sub(index[t.dim] * t.width).min(t.width),
+        };
+        (self.base.wrapping_offset(offset), len)
+    }
 }
 
 /// The last dimension cut into tiles of columns, for reductions along another one.
@@ -333,18 +350,7 @@ impl<'a, const I: usize, const O: usize, const SI: usize, const SO: usize> Rows<
     /// The address of a row of an operand, and its length.
     #[inline(always)]
     fn row_start(&self, o: &Operand, index: &[usize]) -> (*mut u8, usize) {
-        if o.base.is_null() {
-            return (std::ptr::NonNull::<u64>::dangling().as_ptr().cast(), 0);
-        }
-        let mut offset = 0;
-        for (&i, &step) in index.iter().zip(&o.steps) {
-            offset += i as isize * step;
-        }
-        let len = match self.tiles {
-            None => o.len,
-            Some(t) => o.len.saturating_sub(index[t.dim] * t.width).min(t.width),
-        };
-        (o.base.wrapping_offset(offset), len)
+        o.row_start(self.tiles, index)
     }
 
     fn operands(&self) -> impl Iterator<Item = &Operand> {

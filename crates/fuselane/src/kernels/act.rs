@@ -3,7 +3,7 @@
 use super::lanes::Lane;
 use super::sink::{RowSink, Sink};
 use super::source::{Prefetch, Source};
-use super::sweep::{At, sweep, sweep_blocks};
+use super::sweep::{At, sweep, sweep_blocks, sweep_by};
 use crate::exec::rows::TaskRows;
 use crate::ops::act::Act;
 use crate::simd::{Kernel, Simd, V};
@@ -14,7 +14,7 @@ pub(crate) trait Function: Copy {
     const EXACT: bool = false;
     /// Whether there is a fast form, for results of 16 bits.
     const HAS_FAST: bool = false;
-    /// Whether a block takes so much arithmetic that loops need no steps of four.
+    /// Whether a block of the exact form takes so much arithmetic that loops need no steps of four.
     const BY_BLOCKS: bool = false;
     /// What a loop asks for ahead: more, and into the second-level cache, where there is little arithmetic.
     const PREFETCH: Prefetch = Prefetch::L1(4 << 10);
@@ -52,10 +52,10 @@ pub(crate) trait Function: Copy {
     fn gradient_from_output<S: Simd>(_o: V<S>, grad: V<S>) -> V<S> {
         grad
     }
-    /// Calls `block` for each block of a row.
+    /// Calls `block`, which serves any argument, for each block of a row.
     #[inline(always)]
     fn sweep<S: Simd>(len: usize, block: impl FnMut(At)) {
-        if Self::BY_BLOCKS { sweep_blocks(len, block) } else { sweep::<S>(len, block) }
+        sweep_by::<S>(!Self::BY_BLOCKS && !(Self::HAS_FAST && V::<S>::HAS_FAST), 0..len, block);
     }
     /// Rounds f(x) or its gradient.
     #[inline(always)]
@@ -384,7 +384,7 @@ impl<S: Simd> ForEachAct<S> for InPlace<'_> {
             let [x] = row.outputs;
             let (len, mut x) = (x.len(), RowSink::<S>::new(x, false));
             sweep_blocks(
-                len,
+                0..len,
                 #[inline(always)]
                 |at| {
                     let value = F::value_fast(x.load(at));
@@ -484,7 +484,7 @@ pub(crate) fn values<S: Simd>(act: Act, exact: bool, x: Source<'_, S>, values: &
         fn run<F: Function>(self) {
             let Self(exact, x, values) = self;
             sweep_blocks(
-                x.len(),
+                0..x.len(),
                 #[inline(always)]
                 |at| {
                     let value = match exact && F::HAS_FAST {
@@ -514,7 +514,7 @@ pub(crate) fn values_and_slopes<S: Simd>(
         fn run<F: Function>(self) {
             let Self(exact, x, [values, slopes]) = self;
             sweep_blocks(
-                x.len(),
+                0..x.len(),
                 #[inline(always)]
                 |at| {
                     let (value, slope) = match exact && F::HAS_FAST {

@@ -81,16 +81,19 @@ pub(crate) fn sweep_range<S: Simd>(range: Range<usize>, mut block: impl FnMut(At
     }
 }
 
-/// [`sweep`] without steps, for blocks that take so much arithmetic that they need not share anything.
+/// [`sweep_range`], or [`sweep_blocks`].
 #[inline(always)]
-pub(crate) fn sweep_blocks(len: usize, mut block: impl FnMut(At)) {
-    let whole = len - len % LANES;
-    for i in (0..whole).step_by(LANES) {
-        block(At { i, n: LANES, slot: i / LANES % STEP_BLOCKS, in_step: false });
-    }
-    if whole < len {
-        let slot = whole / LANES % STEP_BLOCKS;
-        block(At { i: whole, n: len - whole, slot, in_step: false });
+pub(crate) fn sweep_by<S: Simd>(steps: bool, range: Range<usize>, block: impl FnMut(At)) {
+    if steps { sweep_range::<S>(range, block) } else { sweep_blocks(range, block) }
+}
+
+/// [`sweep_range`] without steps, for blocks that take so much arithmetic that they need not share anything;
+/// it is compiled once.
+#[inline(always)]
+pub(crate) fn sweep_blocks(range: Range<usize>, mut block: impl FnMut(At)) {
+    for i in range.clone().step_by(LANES) {
+        let slot = i / LANES % STEP_BLOCKS;
+        block(At { i, n: LANES.min(range.end - i), slot, in_step: false });
     }
 }
 

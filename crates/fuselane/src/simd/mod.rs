@@ -74,6 +74,11 @@ pub(crate) trait Simd: Copy + Sized + 'static {
 
     /// Runs `f` in a function of its own, compiled for this instruction set.
     fn call<R>(f: impl FnOnce() -> R) -> R;
+    /// Runs `f`; out of line where small code matters more than speed.
+    #[inline(always)]
+    fn apart<R>(f: impl FnOnce() -> R) -> R {
+        f()
+    }
 
     fn splat(value: f32) -> Self::Block;
     fn add(a: Self::Block, b: Self::Block) -> Self::Block;

@@ -39,6 +39,19 @@ fn test(a: Block, b: Block, f: impl Fn(f32, f32) -> bool) -> Mask {
     out
 }
 
+/// Converts from elements of type `E` or to such: out of line where that takes more than a copy.
+#[inline(always)]
+fn convert<E, A: Copy, B: Copy + Default>(a: &[A; LANES], f: impl Fn(A) -> B) -> [B; LANES] {
+    let convert = || {
+        let mut out = [B::default(); LANES];
+        for i in 0..LANES {
+            out[i] = f(a[i]);
+        }
+        out
+    };
+    if size_of::<E>() == size_of::<f32>() { convert() } else { Portable::<f32>::apart(convert) }
+}
+
 impl<E: Element<Real = f32>> Simd for Portable<E> {
     type Elem = E;
     type Block = Block;
@@ -53,6 +66,10 @@ impl<E: Element<Real = f32>> Simd for Portable<E> {
 
     #[inline(never)]
     fn call<R>(f: impl FnOnce() -> R) -> R {
+        f()
+    }
+    #[inline(never)]
+    fn apart<R>(f: impl FnOnce() -> R) -> R {
         f()
     }
 
@@ -191,12 +208,8 @@ impl<E: Element<Real = f32>> Simd for Portable<E> {
     #[inline(always)]
     unsafe fn load(p: *const E) -> Block {
         // SAFETY: the caller's promise; an array is aligned as one element.
-        let block = unsafe { p.cast::<[E; LANES]>().read() };
-        let mut out = [0.0; LANES];
-        for i in 0..LANES {
-            out[i] = block[i].to_real();
-        }
-        out
+        let block = unsafe { &*p.cast::<[E; LANES]>() };
+        convert::<E, _, _>(block, E::to_real)
     }
     #[inline(always)]
     fn load_tail(row: &[E], i: usize) -> Block {
@@ -226,11 +239,7 @@ impl<E: Element<Real = f32>> Simd for Portable<E> {
 
     #[inline(always)]
     fn round(a: Block) -> [E; LANES] {
-        let mut out = [E::default(); LANES];
-        for i in 0..LANES {
-            out[i] = E::from_real(a[i]);
-        }
-        out
+        convert::<E, _, _>(&a, E::from_real)
     }
     #[inline(always)]
     unsafe fn store(packed: [E; LANES], p: *mut E) {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::{Operand, Rows};
-use crate::dtype::Element;
+use crate::dtype::{DType, Element};
 use crate::kernels::rows::{InputRows, OperandRows, OutputRows};
 use crate::kernels::tile::{InputTile, OutputTile, Tile};
 use crate::view::MAX_RANK;
@@ -108,7 +108,7 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize>
         if count == 0 {
             return None;
         }
-        rows.check_dtype::<T>();
+        rows.check_dtype(T::DTYPE);
         let index = &self.index[..rank];
         let mut operands = OperandRows {
             count,
@@ -145,7 +145,7 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize>
     /// The rows of an input that are in a tile, all of which have to belong to this task.
     #[inline(always)]
     pub(crate) fn input<T: Element>(&self, i: usize, tile: &Tile) -> InputTile<'r, T> {
-        self.check_tile::<T>(tile);
+        self.check_tile(T::DTYPE, tile);
         let o = &self.rows.inputs[i];
         let (base, len) = self.rows.row_start(o, &tile.first);
         // SAFETY: all rows of the tile belong to this task, as was just checked; inputs are only read, for as
@@ -162,7 +162,7 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize>
     /// The rows of an output that are in a tile, all of which have to belong to this task.
     #[inline(always)]
     pub(crate) fn output<T: Element>(&mut self, i: usize, tile: &Tile) -> OutputTile<'_, T> {
-        self.check_tile::<T>(tile);
+        self.check_tile(T::DTYPE, tile);
         let o = &self.rows.outputs[i];
         let (base, len) = self.rows.row_start(o, &tile.first);
         // SAFETY: all rows of the tile belong to this task, as was just checked; the borrow of `self` keeps
@@ -170,10 +170,10 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize>
         unsafe { OutputTile::new(base.cast(), len, o.tile_steps(), tile) }
     }
 
-    #[inline(always)]
-    fn check_tile<T: Element>(&self, tile: &Tile) {
+    #[inline(never)]
+    fn check_tile(&self, dtype: DType, tile: &Tile) {
         let shape = &self.rows.shape;
-        self.rows.check_dtype::<T>();
+        self.rows.check_dtype(dtype);
         let Tile { first: [a, b, c], rows: [outer, inner], entries, .. } = *tile;
         assert!(self.rows.rank == 3 && outer > 0 && inner > 0 && entries > 0);
         assert!(a + outer <= shape[0] && b + entries <= shape[1] && c + inner <= shape[2]);
@@ -188,7 +188,7 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize>
     /// and none longer than a borrow of `self`.
     unsafe fn row_at<'s, T: Element>(&self, index: &[usize]) -> Row<'s, T, I, O, SO> {
         let rows = self.rows;
-        rows.check_dtype::<T>();
+        rows.check_dtype(T::DTYPE);
         // SAFETY: each operand's view was checked, when it was made, to hold all elements that an index
         // reaches; `Rows::new` checked its dtype, that rows are contiguous, and that outputs overlap nothing
         // (and a `ViewMut` not itself), and this task is the only owner of the row. The caller promises the
@@ -213,8 +213,8 @@ impl Operand {
 
 impl<const I: usize, const O: usize, const SI: usize, const SO: usize> Rows<'_, I, O, SI, SO> {
     #[inline(always)]
-    fn check_dtype<T: Element>(&self) {
-        assert!(T::DTYPE == self.dtype, "rows of {} taken as {}", self.dtype, T::DTYPE);
+    fn check_dtype(&self, dtype: DType) {
+        assert!(dtype == self.dtype, "rows of {} taken as {dtype}", self.dtype);
     }
 
     /// The address and length of a row of an operand, and the bytes to the next row.

@@ -9,7 +9,7 @@ use crate::kernels::act;
 use crate::kernels::lanes::{Lane, to_index_order, to_lanes};
 use crate::kernels::softmax::{IN_RANGE, exp_row};
 use crate::kernels::source::{Prefetch, Source};
-use crate::kernels::sweep::sweep;
+use crate::kernels::sweep::{sweep, sweep_by};
 use crate::kernels::tile::{InputTile, OutputTile, for_each_row};
 use crate::ops::act::Act;
 use crate::simd::{LANES, Simd, V};
@@ -47,13 +47,14 @@ pub(super) fn is_fast<S: Simd>(segments: &Segments, exact: bool) -> bool {
     V::<S>::HAS_FAST && !exact && segments.is_whole()
 }
 
-/// x' of a sub-tile, into `scratch.y`; tells whether it is approximate.
-#[inline(always)]
+/// x' of a sub-tile, into `scratch.y`; tells whether it is approximate. `exact` is an elementwise one, unless
+/// it goes to a result at once.
 pub(super) fn activate<S: Simd>(
     plan: &Plan<'_>,
     x: InputTile<'_, S::Elem>,
     sub_tile: &SubTile<'_>,
     columns: &Columns,
+    exact: bool,
     scratch: &mut RowScratch,
 ) -> bool {
     let rows = sub_tile.tile.rows;
@@ -72,8 +73,8 @@ pub(super) fn activate<S: Simd>(
     };
     let y = OutputTile::dense(&mut scratch.y, rows, segments.width());
     if let FusedAct::Elementwise(act) = plan.act {
-        values::<S>(act, segments, x, rows, y);
-        return false;
+        values::<S>((act, exact), segments, x, rows, y);
+        return !exact && matches!(act, Act::Sigmoid | Act::Silu);
     }
     let [_, batch, head] = sub_tile.tile.first;
     column_softmax::<S>(segments, x, rows, (columns, batch * plan.heads + head, heads), y);
@@ -83,7 +84,7 @@ pub(super) fn activate<S: Simd>(
 /// An elementwise activation.
 #[inline(always)]
 fn values<S: Simd>(
-    act: Act,
+    (act, exact): (Act, bool),
     segments: &Segments,
     x: InputTile<'_, S::Elem>,
     [tokens, heads]: [usize; 2],
@@ -97,7 +98,7 @@ fn values<S: Simd>(
             let (x, y) = (x.row([0, i, j]), y.row([0, i, j]));
             for segment in segments.joined() {
                 let x = Source::<S>::new(&x[segment.features()], soon);
-                act::values(act, true, x, &mut y[segment.scratch()]);
+                act::values(act, exact, x, &mut y[segment.scratch()]);
             }
         },
     );
@@ -130,17 +131,16 @@ fn row_softmax<S: Simd>(
                     if fast && in_range::<S>(x) {
                         return;
                     }
-                    let inverse = if segments.joined().len() == 1 {
-                        exp_row(Source::<S>::new(x, soon), y)
-                    } else {
+                    let joined = segments.joined().len() == 1;
+                    let exps = if joined { &mut *y } else { &mut exponentials[..] };
+                    let inverse = exp_row(Source::<S>::new(x, soon), exps);
+                    if !joined {
                         // The blocks of the segments are other ones than those of the row.
-                        let inverse = exp_row(Source::<S>::new(x, soon), exponentials);
-                        to_index_order::<S>(exponentials, &mut numbers[..x.len()]);
+                        to_index_order::<S>(exps, &mut numbers[..x.len()]);
                         for segment in segments.joined() {
                             to_lanes::<S>(&numbers[segment.features()], &mut y[segment.scratch()]);
                         }
-                        inverse
-                    };
+                    }
                     let inverse = V::<S>::splat(inverse);
                     for k in (0..y.len()).step_by(LANES) {
                         (V::get(y, k) * inverse).set(y, k);
@@ -227,43 +227,34 @@ fn column_softmax<S: Simd>(
     (columns, first, joined): (&Columns, usize, usize),
     y: OutputTile<'_, Lane>,
 ) {
-    if columns.exact {
-        column_softmax_by::<S>(
+    let (exact, columns) = (columns.exact, (columns, first, joined));
+    if !exact && columns.0.in_range {
+        column_softmax_by::<S, true>(
             segments,
             x,
             rows,
-            (columns, first, joined),
-            y,
-            #[inline(always)]
-            |x, shift| (x - shift).exp(),
-        );
-    } else if columns.in_range {
-        column_softmax_by::<S>(
-            segments,
-            x,
-            rows,
-            (columns, first, joined),
+            columns,
             y,
             #[inline(always)]
             |x, _| x.exp_fast_in_range(),
         );
     } else {
-        // Of a column in range it has the same bits.
-        column_softmax_by::<S>(
+        // (The fast form has the same bits of a column in range.)
+        column_softmax_by::<S, false>(
             segments,
             x,
             rows,
-            (columns, first, joined),
+            columns,
             y,
             #[inline(always)]
-            |x, shift| (x - shift).exp_fast(),
+            move |x, shift| if exact { (x - shift).exp() } else { (x - shift).exp_fast() },
         );
     }
 }
 
-/// The same, with e^(x - shift) by `exp`.
+/// The same, with e^(x - shift) by `exp`, in steps or not.
 #[inline(always)]
-fn column_softmax_by<S: Simd>(
+fn column_softmax_by<S: Simd, const STEPS: bool>(
     segments: &Segments,
     x: InputTile<'_, S::Elem>,
     [tokens, heads]: [usize; 2],
@@ -288,8 +279,9 @@ fn column_softmax_by<S: Simd>(
                             let shift = &head.shift[segment.scratch()];
                             let inverse = &head.inverse[segment.scratch()];
                             let y = &mut y[segment.scratch()];
-                            sweep::<S>(
-                                segment.len,
+                            sweep_by::<S>(
+                                STEPS,
+                                0..segment.len,
                                 #[inline(always)]
                                 |at| {
                                     let e = exp(x.load(at), V::at(shift, at));

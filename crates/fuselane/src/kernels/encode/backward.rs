@@ -2,7 +2,7 @@
 
 use super::activation::{RowScratch, activate, in_range, is_fast};
 use super::columns::Columns;
-use super::operands::{Elements, LanesMut, Output, nearest_even};
+use super::operands::{Elements, LanesMut, Output, Rounded, to_nearest_even};
 use super::segments::Segments;
 use super::walk::{SubTile, Walk, interleaved};
 use super::{Encoding, FusedAct, Plan};
@@ -32,28 +32,29 @@ impl<E: Encoding> Kernel for Dots<'_, '_, '_, E> {
         let Self { walk, columns, sums, .. } = self;
         let (plan, width) = (walk.plan, walk.plan.segments.width());
         let mut scratch = RowScratch::new(plan, true, true);
-        walk.for_each_sub_tile::<S, 2, 0>(
-            &mut self.rows,
-            1,
-            #[inline(always)]
-            |rows, sub_tile| {
-                let tile = &sub_tile.tile;
-                let (x, grad) = (rows.input::<S::Elem>(0, tile), rows.input::<S::Elem>(1, tile));
-                activate::<S>(plan, x, &sub_tile, columns, &mut scratch);
-                let g = OutputTile::dense(&mut scratch.g, tile.rows, width);
-                let g = LanesMut { tile: g, segments: &plan.segments };
-                decode::<S, E, _>(&walk, grad, &sub_tile, g);
-                let [_, batch, head] = tile.first;
-                let row = tile.rows[1] * width;
-                let sums = &mut sums[(batch * plan.heads + head) * width..][..row];
-                let rows = scratch.y.chunks_exact(row).zip(scratch.g.chunks_exact(row));
-                for (y, g) in rows.take(tile.rows[0]) {
-                    for k in (0..row).step_by(LANES) {
-                        V::<S>::get(y, k).mul_add(V::get(g, k), V::get(sums, k)).set(sums, k);
+        walk.for_each_sub_tile::<S, 2, 0>(&mut self.rows, 1, &mut |rows, sub_tile| {
+            let tile = &sub_tile.tile;
+            let (x, grad) = (rows.input::<S::Elem>(0, tile), rows.input::<S::Elem>(1, tile));
+            activate::<S>(plan, x, sub_tile, columns, true, &mut scratch);
+            let g = OutputTile::dense(&mut scratch.g, tile.rows, width);
+            let g = LanesMut { tile: g, segments: &plan.segments };
+            decode::<S, E, _>(&walk, grad, sub_tile, g);
+            let [_, batch, head] = tile.first;
+            let row = tile.rows[1] * width;
+            let sums = &mut sums[(batch * plan.heads + head) * width..][..row];
+            let rows = scratch.y.chunks_exact(row).zip(scratch.g.chunks_exact(row));
+            let rows = rows.take(tile.rows[0]);
+            S::call(
+                #[inline(always)]
+                move || {
+                    for (y, g) in rows {
+                        for k in (0..row).step_by(LANES) {
+                            V::<S>::get(y, k).mul_add(V::get(g, k), V::get(sums, k)).set(sums, k);
+                        }
                     }
-                }
-            },
-        );
+                },
+            );
+        });
     }
 }
 
@@ -95,52 +96,50 @@ impl<E: Encoding> Kernel for Backward<'_, '_, '_, E> {
         let mut angles = AngleSums::new(&walk, sums.is_some());
         let mut scratch = RowScratch::new(plan, !plain, !plain);
         let entries = if plain { interleaved::<S>(plan.batch) } else { 1 };
-        walk.for_each_sub_tile::<S, 2, 1>(
-            &mut self.rows,
-            entries,
-            #[inline(always)]
-            |rows, sub_tile| {
-                let tile = sub_tile.tile;
-                let (x, grad) = (rows.input::<S::Elem>(0, &tile), rows.input::<S::Elem>(1, &tile));
-                let dx = rows.output::<S::Elem>(0, &tile);
-                let non_temporal = non_temporal && dx.aligned_at(&segments.features());
-                if plain && non_temporal {
-                    return decode(&walk, grad, &sub_tile, nearest_even::<S, true>(dx, segments));
-                } else if plain {
-                    return decode(&walk, grad, &sub_tile, nearest_even::<S, false>(dx, segments));
+        walk.for_each_sub_tile::<S, 2, 1>(&mut self.rows, entries, &mut |rows, sub_tile| {
+            let tile = sub_tile.tile;
+            let (x, grad) = (rows.input::<S::Elem>(0, &tile), rows.input::<S::Elem>(1, &tile));
+            let dx = rows.output::<S::Elem>(0, &tile);
+            let round = to_nearest_even::<S>();
+            let non_temporal = non_temporal && dx.aligned_at(&segments.features());
+            if plain && non_temporal {
+                let dx = Rounded::<S, _, true> { tile: dx, segments, round };
+                return decode(&walk, grad, sub_tile, dx);
+            } else if plain {
+                let dx = Rounded::<S, _, false> { tile: dx, segments, round };
+                return decode(&walk, grad, sub_tile, dx);
+            }
+            let g = OutputTile::dense(&mut scratch.g, tile.rows, segments.width());
+            decode::<S, E, _>(&walk, grad, sub_tile, LanesMut { tile: g, segments });
+            let to = Gradient::<S> { x, segments, rows: tile.rows, dx, non_temporal };
+            if plan.act == FusedAct::SoftmaxFeatures && is_fast::<S>(segments, columns.exact) {
+                return to.row_softmax_fast(&mut scratch);
+            }
+            if sums.is_some() || !matches!(plan.act, FusedAct::Elementwise(_)) {
+                activate::<S>(plan, x, sub_tile, columns, true, &mut scratch);
+            }
+            let y = InputTile::dense(&scratch.y, tile.rows, segments.width());
+            let g = InputTile::dense(&scratch.g, tile.rows, segments.width());
+            if let Some(sums) = &mut sums {
+                angles.add::<S, E>(&walk, sub_tile, y, g, grad);
+                if sub_tile.last {
+                    angles.take::<S, E>(&walk, sub_tile, sums);
                 }
-                let g = OutputTile::dense(&mut scratch.g, tile.rows, segments.width());
-                decode::<S, E, _>(&walk, grad, &sub_tile, LanesMut { tile: g, segments });
-                let to = Gradient::<S> { x, segments, rows: tile.rows, dx, non_temporal };
-                if plan.act == FusedAct::SoftmaxFeatures && is_fast::<S>(segments, columns.exact) {
-                    return to.row_softmax_fast(&mut scratch);
-                }
-                if sums.is_some() || !matches!(plan.act, FusedAct::Elementwise(_)) {
-                    activate::<S>(plan, x, &sub_tile, columns, &mut scratch);
-                }
-                let y = InputTile::dense(&scratch.y, tile.rows, segments.width());
-                let g = InputTile::dense(&scratch.g, tile.rows, segments.width());
-                if let Some(sums) = &mut sums {
-                    angles.add::<S, E>(&walk, &sub_tile, y, g, grad);
-                    if sub_tile.last {
-                        angles.take::<S, E>(&walk, &sub_tile, sums);
-                    }
-                }
-                if to.dx.len() == 0 {
-                    return;
-                }
-                if plan.act == FusedAct::SoftmaxFeatures {
-                    return to.softmax(y, g, None);
-                }
-                let to = to.joined(plan);
-                let y = InputTile::dense(&scratch.y, to.rows, to.segments.width());
-                let g = InputTile::dense(&scratch.g, to.rows, to.segments.width());
-                match plan.act {
-                    FusedAct::Elementwise(act) => to.elementwise(act, g),
-                    _ => to.softmax(y, g, Some(walk.columns(dots, &tile))),
-                }
-            },
-        );
+            }
+            if to.dx.len() == 0 {
+                return;
+            }
+            if plan.act == FusedAct::SoftmaxFeatures {
+                return to.softmax(y, g, None);
+            }
+            let to = to.joined(plan);
+            let y = InputTile::dense(&scratch.y, to.rows, to.segments.width());
+            let g = InputTile::dense(&scratch.g, to.rows, to.segments.width());
+            match plan.act {
+                FusedAct::Elementwise(act) => to.elementwise(act, g),
+                _ => to.softmax(y, g, Some(walk.columns(dots, &tile))),
+            }
+        });
     }
 }
 
@@ -171,7 +170,6 @@ impl AngleSums {
     }
 
     /// Adds those of a sub-tile.
-    #[inline(always)]
     fn add<S: Simd, E: Encoding>(
         &mut self,
         walk: &Walk<'_, '_, E>,
@@ -201,7 +199,6 @@ impl AngleSums {
     }
 
     /// Adds coordinate * gradient to `sums`, and begins anew.
-    #[inline(always)]
     fn take<S: Simd, E: Encoding>(
         &mut self,
         walk: &Walk<'_, '_, E>,
@@ -216,12 +213,15 @@ impl AngleSums {
             [1, tokens, heads],
             #[inline(always)]
             |[_, i, j]| {
-                let angles = self.row(walk, sub_tile, i, j);
-                to_index_order::<S>(angles, &mut numbers);
+                let (angles, numbers) = (self.row(walk, sub_tile, i, j), &mut numbers[..]);
+                S::call(
+                    #[inline(always)]
+                    || to_index_order::<S>(angles, numbers),
+                );
                 angles.fill(Lane::ZERO);
                 let row = if split.theta_heads == 1 { 0 } else { head + j };
                 let sums = &mut sums[row * split.count..][..split.count];
-                plan.angles.add_gradients([batch, walk.first + token + i], &numbers, step, sums);
+                plan.angles.add_gradients([batch, walk.first + token + i], numbers, step, sums);
             },
         );
         self.numbers = numbers;
@@ -260,7 +260,6 @@ impl<'p, S: Simd> Gradient<'p, '_, S> {
     }
 
     /// dx = dx' * f'(x)
-    #[inline(always)]
     fn elementwise(mut self, act: Act, g: InputTile<'_, Lane>) {
         let ahead = self.x.ahead();
         let Self { x, segments, rows: [tokens, heads], ref mut dx, non_temporal } = self;
@@ -289,25 +288,16 @@ impl<'p, S: Simd> Gradient<'p, '_, S> {
                     [1, self.rows[0], self.rows[1]],
                     #[inline(always)]
                     |row| {
-                        let (y_and_g, [_, i, j]) = ([y.row(row), g.row(row)], row);
-                        match dots {
-                            None => self.row_gradient([i, j], y_and_g),
-                            Some(dots) => {
-                                let dot = Dot::OfColumns(&dots[j * width..][..width]);
-                                self.softmax_row([i, j], y_and_g, dot);
-                            }
-                        }
+                        let (y, g, [_, i, j]) = (y.row(row), g.row(row), row);
+                        let dot = match dots {
+                            None => Dot::OfRow(V::splat(self.segments.dot::<S>(y, g))),
+                            Some(dots) => Dot::OfColumns(&dots[j * width..][..width]),
+                        };
+                        self.softmax_row([i, j], [y, g], dot);
                     },
                 );
             },
         );
-    }
-
-    /// The same by its own sum, for one row.
-    #[inline(always)]
-    fn row_gradient(&mut self, row: [usize; 2], [y, g]: [&[Lane]; 2]) {
-        let dot = V::<S>::splat(self.segments.dot::<S>(y, g));
-        self.softmax_row(row, [y, g], Dot::OfRow(dot));
     }
 
     /// dx = x' * (dx' - dot) of one row.
@@ -366,7 +356,8 @@ impl<'p, S: Simd> Gradient<'p, '_, S> {
                         for k in (0..width).step_by(LANES) {
                             (V::get(y, k) * inverse).set(y, k);
                         }
-                        self.row_gradient([i, j], [y, g]);
+                        let dot = Dot::OfRow(V::splat(self.segments.dot::<S>(y, g)));
+                        self.softmax_row([i, j], [y, g], dot);
                     },
                 );
             },

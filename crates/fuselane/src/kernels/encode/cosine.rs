@@ -49,13 +49,11 @@ impl Encoding for Waves {
         1
     }
 
-    #[inline(always)]
     fn forward<S: Simd, X: Input<S>, O: Output<S>>(&self, loops: Loops<'_>, x: X, o: O) {
         let ([first, ..], [cosines, sines, ..]) = (x.starts(), o.starts());
         loops.encode(*self, self.features, (x, [first]), (o, [cosines, sines]));
     }
 
-    #[inline(always)]
     fn backward<S: Simd, X: Input<S>, O: Output<S>>(&self, loops: Loops<'_>, grad: X, dx: O) {
         let ([cosines, sines, ..], [first, ..]) = (grad.starts(), dx.starts());
         loops.encode(*self, self.features, (grad, [cosines, sines]), (dx, [first]));

@@ -29,7 +29,7 @@ pub(crate) use tables::SinCos;
 pub(crate) use walk::Walk;
 
 use super::lanes::Lane;
-use super::sweep::{At, sweep};
+use super::sweep::{At, sweep_by};
 use super::tile::for_each_row;
 use crate::ops::act::Act;
 use crate::ops::angles::{Angles, Placement};
@@ -91,7 +91,7 @@ impl Angle<'_> {
 
 /// What becomes of a block of each of `I` segments: a block of each of `O` segments.
 pub(crate) trait Formula<const I: usize, const O: usize>: Copy {
-    /// Whether it looks at the angle.
+    /// Whether it looks at the angle; where not, there are few features mostly, and loops take no steps.
     const TABLES: bool = true;
     fn apply<S: Simd>(self, x: [V<S>; I], angle: Angle<'_>, at: At) -> [V<S>; O];
 }
@@ -166,8 +166,9 @@ impl<'t> Loops<'t> {
                         let a = X::segment(row, from[0], len);
                         let b = X::segment(row, from[I - 1], len);
                         let (mut c, mut d) = o.segments(index, cut);
-                        sweep::<S>(
-                            len,
+                        sweep_by::<S>(
+                            F::TABLES,
+                            0..len,
                             #[inline(always)]
                             |at| {
                                 let mut blocks = [x.load(a, at); I];

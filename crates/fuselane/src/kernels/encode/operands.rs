@@ -143,33 +143,16 @@ impl<'t, S: Simd> Input<S> for Lanes<'t> {
 /// A tensor's elements, which results become by `round`. With `NON_TEMPORAL`, all segments of all rows
 /// are aligned.
 pub(super) struct Rounded<'t, S: Simd, R, const NON_TEMPORAL: bool> {
-    tile: OutputTile<'t, S::Elem>,
-    segments: &'t Segments,
-    round: R,
+    pub(super) tile: OutputTile<'t, S::Elem>,
+    pub(super) segments: &'t Segments,
+    pub(super) round: R,
 }
 
-impl<'t, S: Simd, R, const NON_TEMPORAL: bool> Rounded<'t, S, R, NON_TEMPORAL>
-where
-    R: Fn(V<S>) -> S::Packed + Copy,
-{
-    #[inline(always)]
-    pub(super) fn new(tile: OutputTile<'t, S::Elem>, segments: &'t Segments, round: R) -> Self {
-        Self { tile, segments, round }
-    }
-}
-
-/// Elements that results are rounded to, to nearest even.
+/// What rounds to nearest even, one type for all, so that they share their loops.
 #[inline(always)]
-pub(super) fn nearest_even<'t, S: Simd, const NON_TEMPORAL: bool>(
-    tile: OutputTile<'t, S::Elem>,
-    segments: &'t Segments,
-) -> Rounded<'t, S, impl Fn(V<S>) -> S::Packed + Copy, NON_TEMPORAL> {
-    Rounded::new(
-        tile,
-        segments,
-        #[inline(always)]
-        |value| value.round(),
-    )
+pub(super) fn to_nearest_even<S: Simd>() -> impl Fn(V<S>) -> S::Packed + Copy {
+    #[inline(always)]
+    |value: V<S>| value.round()
 }
 
 /// A row of elements.

@@ -44,7 +44,6 @@ impl<const BACK: bool> Formula<1, 1> for Interleaved<BACK> {
 
 impl Rotation {
     /// Turns the rows of a tile by their angles, or back.
-    #[inline(always)]
     fn turn<S: Simd, X: Input<S>, O: Output<S>, const BACK: bool>(
         &self,
         loops: Loops<'_>,
@@ -54,13 +53,17 @@ impl Rotation {
         let [first, between, _, behind] = self.lengths();
         let ([x1, x_between, x2, x_behind], [o1, o_between, o2, o_behind]) =
             (x.starts(), o.starts());
-        let o = if self.second.is_some() {
+        let mut o = if self.second.is_some() {
             loops.encode(Halves::<BACK>, first, (x, [x1, x2]), (o, [o1, o2]))
         } else {
             loops.encode(Interleaved::<BACK>, first, (x, [x1]), (o, [o1]))
         };
-        let o = loops.encode(Pass, between, (x, [x_between]), (o, [o_between]));
-        loops.encode(Pass, behind, (x, [x_behind]), (o, [o_behind]));
+        for (len, from, to) in [(between, x_between, o_between), (behind, x_behind, o_behind)] {
+            // (There are none mostly, and to hand `o` on takes time.)
+            if len > 0 {
+                o = loops.encode(Pass, len, (x, [from]), (o, [to]));
+            }
+        }
     }
 
     /// The features of each segment of a row. With halves these are the first ones of the pairs, the

@@ -6,7 +6,7 @@ use super::Angle;
 use super::segments::padded;
 use crate::exec::scratch::Scratch;
 use crate::kernels::lanes::{Lane, to_lanes};
-use crate::kernels::sweep::sweep;
+use crate::kernels::sweep::sweep_blocks;
 use crate::kernels::tile::InputTile;
 use crate::ops::angles::{AngleSplit, Angles, Coordinates, MAX_AXES, Placement, TableAxis};
 use crate::simd::{Kernel, LANES, Simd, V};
@@ -125,6 +125,8 @@ pub(super) struct Tables {
     gathered: Scratch<f32>,
     /// What was filled in last: token of the tile, coordinates, first head.
     last: Option<(usize, Coordinates, usize)>,
+    /// [`Tables::fill_by`], for an instruction set.
+    fill: fn(&mut Self, &AnglePlan<'_>, usize, Range<usize>, Range<usize>),
 }
 
 /// A token of a tile.
@@ -159,7 +161,6 @@ impl<'t> TableRows<'t> {
 
 impl Tables {
     /// Room for a tile of `tokens` and `heads`, with `step` entries for each angle.
-    #[inline(always)]
     pub(super) fn new<S: Simd>(
         plan: &AnglePlan<'_>,
         step: usize,
@@ -183,7 +184,17 @@ impl Tables {
         let room = tokens * heads * width + PAGE / size_of::<Lane>();
         let starts = [0, padded(room)];
         let entries = Scratch::new(2 * padded(room));
-        Self { step, width, heads, entries, starts, frequencies, gathered, last: None }
+        Self {
+            step,
+            width,
+            heads,
+            entries,
+            starts,
+            frequencies,
+            gathered,
+            last: None,
+            fill: Self::fill_by::<S>,
+        }
     }
 
     /// Moves the tables to where their rows are not taken for those of an output at `address`: a load
@@ -205,8 +216,17 @@ impl Tables {
     }
 
     /// Fills in the angles of neighbouring tokens, from the tile's first on.
-    #[inline(always)]
-    pub(super) fn fill<S: Simd>(
+    pub(super) fn fill(
+        &mut self,
+        plan: &AnglePlan<'_>,
+        batch: usize,
+        tokens: Range<usize>,
+        heads: Range<usize>,
+    ) {
+        (self.fill)(self, plan, batch, tokens, heads);
+    }
+
+    fn fill_by<S: Simd>(
         &mut self,
         plan: &AnglePlan<'_>,
         batch: usize,
@@ -266,16 +286,14 @@ impl Tables {
             }
             let end = split.range(axis).end * step;
             let whole = if end == len { padded(len) } else { i + (end - i) / LANES * LANES };
-            if whole == i {
-                let coordinates = mixed::<S>(split, i, step, at);
-                self.sin_cos(token, i..i + LANES, coordinates);
-                i += LANES;
-                continue;
+            let (next, coordinates) = match whole == i {
+                true => (i + LANES, mixed::<S>(split, i, step, at)),
+                false => (whole, V::splat(at[axis] as f32)),
+            };
+            if whole == i || !self.take_over(token, i..whole, axis) {
+                self.sin_cos(token, i..next, coordinates);
             }
-            if !self.take_over(token, i..whole, axis) {
-                self.sin_cos(token, i..whole, V::<S>::splat(at[axis] as f32));
-            }
-            i = whole;
+            i = next;
         }
     }
 
@@ -311,8 +329,8 @@ impl Tables {
             let at = head * width + start;
             let theta = &frequencies[heads.start * width + at..][..len];
             let (cos, sin) = (&mut cosines[at..][..len], &mut sines[at..][..len]);
-            sweep::<S>(
-                len,
+            sweep_blocks(
+                0..len,
                 #[inline(always)]
                 |at| {
                     let (s, c) = (coordinates * V::at(theta, at)).sin_cos();
@@ -366,7 +384,6 @@ fn start(scratch: &[Lane], like: usize) -> usize {
 
 /// Brings one number for each angle, in index order, into the order of the tables: `step` entries for
 /// each, of which the first of two has a sign.
-#[inline(always)]
 fn lay_out<S: Simd>(from: &[f32], step: usize, sign: f32, to: &mut [Lane]) {
     S::call(
         #[inline(always)]

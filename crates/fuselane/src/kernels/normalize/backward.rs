@@ -28,13 +28,13 @@ use super::{
     of_slot, of_slot_mut, stores_span, tile_rows, tile_sink,
 };
 use crate::exec::rows::TaskRows;
-use crate::exec::scratch::Scratch;
+use crate::exec::scratch::{Plain as _, Scratch};
 use crate::kernels::act;
 use crate::kernels::lanes::Lane;
 use crate::kernels::rows::{InputRows, OperandRows};
 use crate::kernels::sink::TileSink;
 use crate::kernels::source::{Prefetch, Source};
-use crate::kernels::sweep::{At, Sums, chunks, sweep_range};
+use crate::kernels::sweep::{At, Sums, chunks, sweep_by, sweep_range};
 use crate::ops::act::Act;
 use crate::ops::normalize::GatePosition::{self, Post, Pre};
 use crate::simd::{Kernel, LANES, Line, Simd, V};
@@ -171,9 +171,22 @@ type Tile = Range<usize>;
 type OfTile<N> = [N; TILE_ROWS];
 
 impl Backward<'_> {
-    /// Inlined into `run`, as the passes are functions of their own.
-    #[inline(always)]
-    fn differentiate<S: Simd, P: Prologue<S>, E: Epilogue<S>>(mut self, prologue: P, epilogue: E) {
+    /// Differentiates by a composition.
+    fn differentiate<S: Simd, P: Prologue<S>, E: Epilogue<S>>(self, prologue: P, epilogue: E) {
+        let saves_slopes = prologue.gate_before().is_some();
+        self.drive::<S>(Passes {
+            saves_gate: P::GATED || saves_slopes,
+            saves_slopes,
+            sums_dweight: epilogue.sums_dweight(),
+            pipelined: S::PIPELINE && P::PIPELINED,
+            reduce: &|tiles, tile| tiles.reduce(prologue, tile),
+            write: &|tiles, both, moments, span| {
+                tiles.write(prologue, epilogue, both, moments, span)
+            },
+        });
+    }
+
+    fn drive<S: Simd>(mut self, passes: Passes<'_, S>) {
         let (groups, len) = (self.groups, self.weight.len() / self.groups);
         if len == 0 {
             return;
@@ -181,10 +194,10 @@ impl Backward<'_> {
         let (width, tile_rows) = (len.next_multiple_of(LANES), tile_rows(len, 1));
         let weight = ParameterRows::new::<S>(self.weight, groups, len);
         let bias = ParameterRows::new::<S>(self.bias, groups, len);
-        let before = prologue.gate_before().is_some();
-        let mut saved_gate = Scratch::new(if before || P::GATED { tile_rows * width } else { 0 });
-        let mut slopes = Scratch::new(if before { tile_rows * width } else { 0 });
-        let dweight_len = if epilogue.sums_dweight() { groups * width } else { 0 };
+        let of_tile = |needed| Scratch::new(if needed { tile_rows * width } else { 0 });
+        let mut saved_gate = of_tile(passes.saves_gate);
+        let mut slopes = of_tile(passes.saves_slopes);
+        let dweight_len = if passes.sums_dweight { groups * width } else { 0 };
         let mut forgotten = Scratch::zeros(dweight_len.saturating_sub(self.sums.len()));
         let sums = if forgotten.is_empty() { self.sums } else { &mut forgotten };
         // The sums of a task that has no more rows are recent themselves.
@@ -197,16 +210,8 @@ impl Backward<'_> {
             let end = first + RECENT * groups;
             while let Some(mut rows) = self.rows.next_rows::<S::Elem>(end - first) {
                 let count = rows.count;
-                let mut tiles = Tiles::<S, P, E> {
-                    call: Call {
-                        prologue,
-                        epilogue,
-                        len,
-                        width,
-                        first,
-                        weight: &weight,
-                        bias: &bias,
-                    },
+                let mut tiles = Tiles::<S> {
+                    call: Call { len, width, first, weight: &weight, bias: &bias },
                     non_temporal: self.non_temporal,
                     rows: &mut rows,
                     saved_gate: &mut saved_gate,
@@ -215,30 +220,37 @@ impl Backward<'_> {
                     dbias: &mut *dbias,
                     totals: [[0.0; 3]; TILE_ROWS],
                 };
-                tiles.differentiate(tile_rows);
+                tiles.drive(&passes, tile_rows);
                 first += count;
             }
             if !few {
-                add_recent::<S>(&mut recent, sums);
+                // What was summed of late goes to the sums of the task, and starts anew.
+                for (sum, recent) in sums.iter_mut().zip(recent.iter_mut()) {
+                    *sum = sum.plus(std::mem::take(recent));
+                }
             }
         }
     }
 }
 
-/// Adds what was summed of late to the sums of the task, and starts anew.
-#[inline(always)]
-fn add_recent<S: Simd>(recent: &mut [Lane], sums: &mut [Lane]) {
-    for i in (0..sums.len()).step_by(LANES) {
-        (V::<S>::get(sums, i) + V::get(recent, i)).set(sums, i);
-        V::<S>::zero().set(recent, i);
-    }
+/// The passes of a composition, behind pointers, so that what drives them is compiled once for all.
+struct Passes<'p, S: Simd> {
+    /// Whether the gate is saved by the first pass, or before it with its slopes.
+    saves_gate: bool,
+    saves_slopes: bool,
+    sums_dweight: bool,
+    /// Whether a tile is written in the loop that reduces the next one.
+    pipelined: bool,
+    reduce: &'p dyn Fn(&mut Tiles<'_, '_, S>, Tile),
+    write: &'p WriteTile<'p, S>,
 }
+
+/// Writes a tile, and reduces the next one, if there is one; as spans of memory, if asked to.
+type WriteTile<'p, S> = dyn Fn(&mut Tiles<'_, '_, S>, [&Tile; 2], &OfTile<Moments<f32>>, bool) + 'p;
 
 /// What all rows share.
 #[derive(Clone, Copy)]
-struct Call<'t, P, E> {
-    prologue: P,
-    epilogue: E,
+struct Call<'t> {
     len: usize,
     /// Numbers of scratch from row to row.
     width: usize,
@@ -248,7 +260,7 @@ struct Call<'t, P, E> {
     bias: &'t ParameterRows,
 }
 
-impl<'t, P: Copy, E: Copy> Call<'t, P, E> {
+impl<'t> Call<'t> {
     /// What the passes read of a row, and what to ask for while they read grad, x and residual, the gate,
     /// and grad_residual_out.
     #[inline(always)]
@@ -286,8 +298,8 @@ impl<'t, P: Copy, E: Copy> Call<'t, P, E> {
 }
 
 /// Rows at equal distances, which go tile by tile.
-struct Tiles<'t, 'r, S: Simd, P, E> {
-    call: Call<'t, P, E>,
+struct Tiles<'t, 'r, S: Simd> {
+    call: Call<'t>,
     /// Whether outputs should be stored non-temporally.
     non_temporal: bool,
     rows: &'t mut OperandRows<'r, S::Elem, 5, 3, 2>,
@@ -300,33 +312,21 @@ struct Tiles<'t, 'r, S: Simd, P, E> {
     totals: OfTile<Totals>,
 }
 
-impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
-    #[inline(always)]
-    fn differentiate(&mut self, tile_rows: usize) {
+impl<S: Simd> Tiles<'_, '_, S> {
+    fn drive(&mut self, passes: &Passes<'_, S>, tile_rows: usize) {
         let count = self.rows.count;
         let mut tile = 0..tile_rows.min(count);
-        self.reduce(tile.clone());
+        (passes.reduce)(self, tile.clone());
         while !tile.is_empty() {
             let next = tile.end..(tile.end + tile_rows).min(count);
             let moments = self.moments(tile.clone());
-            if S::PIPELINE && P::PIPELINED && next.len() == tile.len() {
-                let slots = 0..tile.len();
-                match stores_span::<S>(&self.rows.outputs, &tile, self.non_temporal) {
-                    true => self.write::<AsSpan, true>([&tile, &next], slots, &moments),
-                    false => self.write::<ByRow, true>([&tile, &next], slots, &moments),
-                }
+            if passes.pipelined && next.len() == tile.len() {
+                let span = stores_span::<S>(&self.rows.outputs, &tile, self.non_temporal);
+                (passes.write)(self, [&tile, &next], &moments, span);
             } else {
                 let span = stores_span::<S>(&self.rows.outputs, &(0..1), self.non_temporal);
-                // A function for each row, as its loop needs all registers.
-                for slot in 0..tile.len() {
-                    let slots = slot..slot + 1;
-                    if <S::Line as Line>::ANY && span {
-                        self.write::<AsSpan, false>([&tile, &tile], slots, &moments);
-                    } else {
-                        self.write::<ByRow, false>([&tile, &tile], slots, &moments);
-                    }
-                }
-                self.reduce(next.clone());
+                (passes.write)(self, [&tile, &(0..0)], &moments, span);
+                (passes.reduce)(self, next.clone());
             }
             tile = next;
         }
@@ -340,9 +340,7 @@ impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
     }
 
     /// Finds the sums of each row of a tile, and what is needed of the gate.
-    #[inline(always)]
-    fn reduce(&mut self, tile: Tile) {
-        let prologue = self.call.prologue;
+    fn reduce<P: Prologue<S>>(&mut self, prologue: P, tile: Tile) {
         if let Some(act) = prologue.gate_before() {
             for (slot, row) in tile.clone().enumerate() {
                 let saved_gate = of_slot_mut(self.saved_gate, slot, self.call.width);
@@ -408,14 +406,52 @@ impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
         all
     }
 
+    /// Writes a tile, and reduces the next one, if there is one, in one loop.
+    fn write<P: Prologue<S>, E: Epilogue<S>>(
+        &mut self,
+        prologue: P,
+        epilogue: E,
+        [tile, next]: [&Tile; 2],
+        moments: &OfTile<Moments<f32>>,
+        span: bool,
+    ) {
+        let (parts, span) = ((prologue, epilogue), <S::Line as Line>::ANY && span);
+        if S::PIPELINE && P::PIPELINED && !next.is_empty() {
+            return match span {
+                true => self.write_rows::<_, _, AsSpan, true>(
+                    parts,
+                    [tile, next],
+                    0..tile.len(),
+                    moments,
+                ),
+                false => self.write_rows::<_, _, ByRow, true>(
+                    parts,
+                    [tile, next],
+                    0..tile.len(),
+                    moments,
+                ),
+            };
+        }
+        // A function for each row, as its loop needs all registers.
+        for slot in 0..tile.len() {
+            let slots = slot..slot + 1;
+            // (The last one of tiles that are pipelined hardly counts.)
+            if <S::Line as Line>::ANY && !P::PIPELINED && !P::GENERIC && span {
+                self.write_rows::<_, _, AsSpan, false>(parts, [tile; 2], slots, moments);
+            } else {
+                self.write_rows::<_, _, ByRow, false>(parts, [tile; 2], slots, moments);
+            }
+        }
+    }
+
     /// Writes the gradients of some rows of a tile, and adds to those of the parameters.
     ///
     /// Options `REDUCE`, it finds the sums of the same rows of the next tile in the same loop; see
     /// `write_and_reduce` of the forward. What is saved of the next row's gate takes the place of what was
     /// just used.
-    #[inline(always)]
-    fn write<O: Sinks<S>, const REDUCE: bool>(
+    fn write_rows<P: Prologue<S>, E: Epilogue<S>, O: Sinks<S>, const REDUCE: bool>(
         &mut self,
+        (prologue, epilogue): (P, E),
         [tile, next]: [&Tile; 2],
         slots: Range<usize>,
         moments: &OfTile<Moments<f32>>,
@@ -431,7 +467,7 @@ impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
                     false if P::GATED => [[ahead, Prefetch::None, Prefetch::None]; 2],
                     false => [[ahead, ahead, Prefetch::None]; 2],
                 };
-                let Call { prologue, epilogue, len, width, .. } = call;
+                let Call { len, width, .. } = call;
                 let OperandRows { inputs, outputs, .. } = &mut *this.rows;
                 let rows = tile.start + slots.start..tile.start + slots.end;
                 let [dx, dresidual, dgate] = outputs;
@@ -462,7 +498,8 @@ impl<S: Simd, P: Prologue<S>, E: Epilogue<S>> Tiles<'_, '_, S, P, E> {
                     let mut totals = [0.0; 3];
                     for chunk in chunks(len, CHUNK) {
                         let mut sums = ChunkSums::zero();
-                        sweep_range::<S>(
+                        sweep_by::<S>(
+                            !P::GENERIC,
                             chunk,
                             #[inline(always)]
                             |at| {

@@ -31,7 +31,7 @@ use crate::kernels::lanes::Lane;
 use crate::kernels::rows::{InputRows, OperandRows};
 use crate::kernels::sink::{RowSink, Sink, TileSink};
 use crate::kernels::source::{Prefetch, Source};
-use crate::kernels::sweep::{At, STEP, Sums, chunks, sweep, sweep_range};
+use crate::kernels::sweep::{At, STEP, Sums, chunks, sweep_by, sweep_range};
 use crate::ops::act::Act;
 use crate::ops::normalize::GatePosition::{self, Post, Pre};
 use crate::simd::{Kernel, LANES, Line, Simd, V};
@@ -165,9 +165,11 @@ struct Tiles<'t, 'r, S: Simd> {
     totals: OfTile<f64>,
 }
 
+/// Writes a tile, and reduces the next one, if there is one; as spans of memory, if asked to.
+type WriteTile<'p, S> = dyn Fn(&mut Tiles<'_, '_, S>, [&Tile; 2], &OfTile<Moments>, bool) + 'p;
+
 impl<S: Simd> Tiles<'_, '_, S> {
     /// Chooses the composition.
-    #[inline(always)]
     fn normalize(&mut self) {
         let Options { added, gate, center, bias } = self.options;
         if S::COMPOSED {
@@ -196,34 +198,61 @@ impl<S: Simd> Tiles<'_, '_, S> {
         self.run(Any::new(&options), Any::new(&options));
     }
 
-    /// Normalizes tile by tile.
-    #[inline(always)]
+    /// Normalizes by a composition.
     fn run<P: Prologue<S>, E: Epilogue<S>>(&mut self, prologue: P, epilogue: E) {
+        self.drive(
+            [prologue.centers(), S::PIPELINE && P::PIPELINED],
+            &|tiles, tile| tiles.reduce(prologue, tile),
+            &|tiles, both, moments, span| tiles.write((prologue, epilogue), both, moments, span),
+        );
+    }
+
+    /// Normalizes tile by tile. The passes are behind pointers, so that this is compiled once for all.
+    fn drive(
+        &mut self,
+        [centers, pipelined]: [bool; 2],
+        reduce: &dyn Fn(&mut Self, Tile),
+        write: &WriteTile<'_, S>,
+    ) {
         let count = self.rows.count;
         let mut tile = 0..self.tile_rows.min(count);
-        self.reduce(prologue, tile.clone());
+        reduce(self, tile.clone());
         while !tile.is_empty() {
             let next = tile.end..(tile.end + self.tile_rows).min(count);
-            let (parts, moments) = ((prologue, epilogue), &self.moments(prologue, tile.clone()));
+            let moments = self.moments(centers, tile.clone());
             let span = stores_span::<S>(&self.rows.outputs[..1], &tile, self.wish);
-            if S::PIPELINE && P::PIPELINED && next.len() == tile.len() {
-                let tiles = [tile, next.clone()];
-                if span {
-                    self.write_and_reduce::<P, E, AsSpan>(parts, tiles, moments);
-                } else if P::PAIRED && E::PAIRED && self.in_pairs {
-                    self.write_and_reduce_pairs(parts, tiles, moments);
-                } else {
-                    self.write_and_reduce::<P, E, ByRow>(parts, tiles, moments);
-                }
+            if pipelined && next.len() == tile.len() {
+                write(self, [&tile, &next], &moments, span);
             } else {
-                if <S::Line as Line>::ANY && span {
-                    self.write::<P, E, AsSpan>(parts, tile, moments);
-                } else {
-                    self.write::<P, E, ByRow>(parts, tile, moments);
-                }
-                self.reduce(prologue, next.clone());
+                write(self, [&tile, &(0..0)], &moments, span);
+                reduce(self, next.clone());
             }
             tile = next;
+        }
+    }
+
+    /// Writes a tile, and reduces the next one, if there is one, in one loop.
+    fn write<P: Prologue<S>, E: Epilogue<S>>(
+        &mut self,
+        parts: (P, E),
+        [tile, next]: [&Tile; 2],
+        moments: &OfTile<Moments>,
+        span: bool,
+    ) {
+        if S::PIPELINE && P::PIPELINED && !next.is_empty() {
+            let tiles = [tile, next];
+            if span {
+                self.write_and_reduce::<P, E, AsSpan>(parts, tiles, moments);
+            } else if P::PAIRED && E::PAIRED && self.in_pairs {
+                self.write_and_reduce_pairs(parts, tiles, moments);
+            } else {
+                self.write_and_reduce::<P, E, ByRow>(parts, tiles, moments);
+            }
+        // (The last one of tiles that are pipelined hardly counts.)
+        } else if <S::Line as Line>::ANY && !P::PIPELINED && !P::GENERIC && span {
+            self.write_rows::<P, E, AsSpan>(parts, tile.clone(), moments);
+        } else {
+            self.write_rows::<P, E, ByRow>(parts, tile.clone(), moments);
         }
     }
 
@@ -241,7 +270,6 @@ impl<S: Simd> Tiles<'_, '_, S> {
     }
 
     /// Finds g(gate) of a tile, if that is to be done before a pass; `exact` where it goes into sums.
-    #[inline(always)]
     fn find_gate_values(&mut self, act: Option<Act>, exact: bool, tile: Tile) {
         let Some(act) = act else { return };
         let (gate, next) = (&self.rows.inputs[2], ahead::<S>(self.bytes(&tile)));
@@ -251,7 +279,6 @@ impl<S: Simd> Tiles<'_, '_, S> {
     }
 
     /// [`Reduce`] of each row of a tile.
-    #[inline(always)]
     fn reduce<P: Prologue<S>>(&mut self, prologue: P, tile: Tile) {
         self.find_gate_values(prologue.gate_before(), true, tile.clone());
         let this = self;
@@ -287,12 +314,11 @@ impl<S: Simd> Tiles<'_, '_, S> {
     }
 
     /// What each row of a tile is normalized with. It goes to the caller, where asked for.
-    #[inline(always)]
-    fn moments<P: Prologue<S>>(&mut self, prologue: P, tile: Tile) -> OfTile<Moments> {
+    fn moments(&mut self, centers: bool, tile: Tile) -> OfTile<Moments> {
         let per_element = 1.0 / self.len as f64;
         let mut all = [Moments::default(); TILE_ROWS];
         let mut lows = [0.0; TILE_ROWS];
-        if prologue.centers() {
+        if centers {
             for slot in 0..tile.len() {
                 all[slot].mean_hi = number(self.totals[slot] * per_element);
             }
@@ -314,7 +340,6 @@ impl<S: Simd> Tiles<'_, '_, S> {
     }
 
     /// Gives the sums of p - mean_hi. Those of its square take the place of the totals.
-    #[inline(always)]
     fn reduce_centered(&mut self, rows: usize, moments: &OfTile<Moments>) -> OfTile<f64> {
         let this = self;
         S::call(
@@ -352,8 +377,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
     }
 
     /// [`Write`] of each row of a tile.
-    #[inline(always)]
-    fn write<P: Prologue<S>, E: Epilogue<S>, O: Sinks<S>>(
+    fn write_rows<P: Prologue<S>, E: Epilogue<S>, O: Sinks<S>>(
         &mut self,
         parts: (P, E),
         tile: Tile,
@@ -379,8 +403,9 @@ impl<S: Simd> Tiles<'_, '_, S> {
                     let factors = Factors { weight, bias, gate, gate_values };
                     let pass = Write::new(parts, x, factors, moments[slot]);
                     let mut o = o.row(slot, len);
-                    sweep::<S>(
-                        len,
+                    sweep_by::<S>(
+                        !P::GENERIC,
+                        0..len,
                         #[inline(always)]
                         |at| o.put(at, pass.block(at, saved)),
                     );
@@ -394,11 +419,10 @@ impl<S: Simd> Tiles<'_, '_, S> {
     /// where either pass alone would leave one of the two idle: non-temporal stores wait in few buffers.
     /// (On an Emerald Rapids, rows of 2,048: 2.2 ns for 16 elements instead of 2.7 from the last-level
     /// cache, and 3.2 instead of 3.8 from memory.) p of the next row takes the place of what was just used.
-    #[inline(always)]
     fn write_and_reduce<P: Prologue<S>, E: Epilogue<S>, O: Sinks<S>>(
         &mut self,
         parts: (P, E),
-        [tile, next]: [Tile; 2],
+        [tile, next]: [&Tile; 2],
         moments: &OfTile<Moments>,
     ) {
         let this = self;
@@ -408,7 +432,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
                 let (len, saved_width) = (this.len, this.width_if(parts.0.saves_p()));
                 let OperandRows { inputs, outputs: [o, sum], .. } = &mut *this.rows;
                 let mut o = tile_sink::<S, O>(o, &tile, this.non_temporal[0]);
-                for (slot, (row, next)) in tile.zip(next).enumerate() {
+                for (slot, (row, next)) in tile.clone().zip(next.clone()).enumerate() {
                     let saved = &mut this.saved[slot * saved_width..][..saved_width];
                     let sources =
                         [sources(inputs, row, len, SOON), sources(inputs, next, len, SOON)];
@@ -438,11 +462,10 @@ impl<S: Simd> Tiles<'_, '_, S> {
     /// the weight is read half as often. (The same machine, from memory: 0.90 of the time. A loop in C takes
     /// 9.0 cycles for 16 elements one row at a time, 8.0 with two, 8.0 to 8.4 with four. With a residual or a
     /// gate, it gains nothing.)
-    #[inline(always)]
     fn write_and_reduce_pairs<P: Prologue<S>, E: Epilogue<S>>(
         &mut self,
         parts: (P, E),
-        [tile, next]: [Tile; 2],
+        [tile, next]: [&Tile; 2],
         moments: &OfTile<Moments>,
     ) {
         let this = self;

@@ -33,7 +33,6 @@ const TILE_ROWS: usize = 16;
 const TILE_ELEMENTS: usize = 2048;
 
 /// How many rows of `len` elements a tile has, at most; a multiple of `parts` (see [`OutputRows::parts`]).
-#[inline(always)]
 fn tile_rows(len: usize, parts: usize) -> usize {
     parts * (TILE_ELEMENTS / len.max(1)).clamp(1, TILE_ROWS / parts)
 }
@@ -118,7 +117,6 @@ struct ParameterRows {
 
 impl ParameterRows {
     /// `values` are in index order, `groups` rows of `len`; none, if there is no such parameter.
-    #[inline(always)]
     fn new<S: Simd>(values: &[f32], groups: usize, len: usize) -> Self {
         if values.is_empty() {
             return Self { lanes: Scratch::new(0), groups, width: 0 };
@@ -189,7 +187,6 @@ const LEAST_SPAN: usize = 512;
 
 /// Whether the outputs of a tile (absent ones have no elements) are stored [`AsSpan`]: where they are to be
 /// stored non-temporally, and not all of their rows can be.
-#[inline(always)]
 fn stores_span<S: Simd>(
     outputs: &[OutputRows<'_, S::Elem>],
     tile: &Range<usize>,

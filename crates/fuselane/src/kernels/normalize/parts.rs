@@ -17,6 +17,8 @@ pub(super) trait Prologue<S: Simd>: Copy {
     const FAST: bool = false;
     /// Whether a row may be reduced in the loop that writes another one.
     const PIPELINED: bool = true;
+    /// Whether it chooses block by block, and so takes no steps and stores no spans, to be less code.
+    const GENERIC: bool = false;
     /// Whether rows may be written and reduced in pairs.
     const PAIRED: bool = false;
     /// Whether p is saved: where that is cheaper than to find it anew.
@@ -195,6 +197,7 @@ impl Any<'_, Options> {
 
 impl<S: Simd> Prologue<S> for Any<'_, Options> {
     const PIPELINED: bool = false;
+    const GENERIC: bool = true;
     #[inline(always)]
     fn saves_p(self) -> bool {
         self.0.added != Added::Nothing || self.gate(Pre).is_some() || self.0.center

@@ -6,7 +6,7 @@ use crate::dtype::Element;
 use crate::kernels::rows::{InputRows, OutputRows};
 use crate::kernels::sink::{RowSink, RowSinks, ShiftedSink, Sink, TileSink, takes_shifted};
 use crate::kernels::source::{Prefetch, Source};
-use crate::kernels::sweep::{chunks, sweep, sweep_range};
+use crate::kernels::sweep::{chunks, sweep, sweep_blocks, sweep_by, sweep_range};
 use crate::simd::{Kernel, LANES, Line, Simd, V};
 
 /// `dx`, from the output of the forward.
@@ -104,8 +104,9 @@ fn gradients<'r, S: Simd, F: Form, T: TileSink<'r, S>>(
                     );
                     continue;
                 }
-                sweep::<S>(
-                    len,
+                sweep_by::<S>(
+                    !F::LOG,
+                    0..len,
                     #[inline(always)]
                     |at| {
                         let o = V::load(o, at);
@@ -204,7 +205,7 @@ fn gradients_from_input<S: Simd, F: Form>(
                 let (mut sum, mut total) = (0.0, 0.0);
                 for chunk in chunks(len, CHUNK) {
                     let (mut chunk_sum, mut chunk_total) = (V::<S>::zero(), V::<S>::zero());
-                    sweep_range::<S>(
+                    sweep_blocks(
                         chunk,
                         #[inline(always)]
                         |at| {
@@ -224,8 +225,8 @@ fn gradients_from_input<S: Simd, F: Form>(
                 let (shift, scale) = (V::<S>::splat(shifts[r]), V::splat(scales[r]));
                 let (total, masked) = (V::splat(totals[r]), scales[r] == 0.0);
                 let mut dx = RowSink::<S>::new(dx.row(r), non_temporal);
-                sweep::<S>(
-                    len,
+                sweep_blocks(
+                    0..len,
                     #[inline(always)]
                     |at| {
                         let p = (V::load(x, at) - shift).exp() * scale;

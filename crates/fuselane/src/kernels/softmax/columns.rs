@@ -6,7 +6,7 @@ use crate::kernels::lanes::Lane;
 use crate::kernels::rows::{InputRows, OutputRows};
 use crate::kernels::sink::{RowSink, Sink};
 use crate::kernels::source::{Prefetch, Source};
-use crate::kernels::sweep::{At, STEP, sweep};
+use crate::kernels::sweep::{At, STEP, sweep, sweep_blocks, sweep_by};
 use crate::simd::{Kernel, LANES, Simd, V};
 
 /// Rows that are summed as they are; the sums of these chunks are compensated.
@@ -18,7 +18,6 @@ const CHUNK_ROWS: usize = 32;
 /// `inverse` is NaN for a column with a NaN or a plus infinity, and infinity for one of nothing but
 /// minus infinity, whose exponentials are 0. Unless `exact`, the sums are those of [`V::exp_fast`], and columns in range have the shift
 /// 0. Tells whether all have, so that [`V::exp_fast_in_range`] serves.
-#[inline(always)]
 pub(crate) fn column_statistics<S: Simd>(
     x: &InputRows<'_, S::Elem>,
     shift: &mut [Lane],
@@ -31,23 +30,26 @@ pub(crate) fn column_statistics<S: Simd>(
 }
 
 /// Replaces each sum by its inverse; by 0 for masked columns, if `zero_masked`.
-#[inline(always)]
 fn invert<S: Simd>(sums: &mut [Lane], zero_masked: bool) {
-    sweep::<S>(
-        sums.len(),
+    S::call(
         #[inline(always)]
-        |at| {
-            let sum = V::<S>::at(sums, at);
-            let inverse = V::splat(1.0) / sum;
-            let inverse = if zero_masked { zero_where_zero(sum, inverse) } else { inverse };
-            inverse.set_at(sums, at);
+        move || {
+            sweep_blocks(
+                0..sums.len(),
+                #[inline(always)]
+                |at| {
+                    let sum = V::<S>::at(sums, at);
+                    let inverse = V::splat(1.0) / sum;
+                    let inverse = if zero_masked { zero_where_zero(sum, inverse) } else { inverse };
+                    inverse.set_at(sums, at);
+                },
+            );
         },
     );
 }
 
 /// The maximum of each column, but 0 where that is minus infinity, and where all elements are `within`
 /// some distance of 0. Of any value where a column has a NaN.
-#[inline(always)]
 fn shifts<S: Simd>(x: InputRows<'_, S::Elem>, within: Option<f32>, shift: &mut [Lane]) {
     let (zero, least) = (V::zero(), V::splat(f32::NEG_INFINITY));
     let within = V::splat(within.unwrap_or(-1.0));
@@ -73,7 +75,6 @@ fn shifts<S: Simd>(x: InputRows<'_, S::Elem>, within: Option<f32>, shift: &mut [
 }
 
 /// What [`column_statistics`] gives, but the sums themselves.
-#[inline(always)]
 fn shifts_and_sums<S: Simd>(
     x: InputRows<'_, S::Elem>,
     shift: &mut [Lane],
@@ -108,7 +109,6 @@ fn shifts_and_sums<S: Simd>(
 }
 
 /// The sums of e^x; no good if not all columns are in range, which it tells.
-#[inline(always)]
 fn sums_in_range<S: Simd>(x: InputRows<'_, S::Elem>, sums: &mut [Lane]) -> bool {
     S::call(
         #[inline(always)]
@@ -202,7 +202,7 @@ fn sum_columns<S: Simd, const N: usize, const K: usize>(
         let (mut i, all) = (0, K * LANES);
         while i < len {
             let mut sums = [[V::zero(); N]; K];
-            let many = i + all <= len;
+            let many = S::STEPS && i + all <= len;
             // Of its own for a chunk, so that it is in a register: a call at the tail would have the loops
             // keep that of all rows in memory.
             let mut range = V::zero();
@@ -241,9 +241,9 @@ fn sum_columns<S: Simd, const N: usize, const K: usize>(
     maximum
 }
 
-/// Writes the rows of a tile.
+/// Writes the rows of a tile, in steps or not.
 #[inline(always)]
-fn write<S: Simd>(
+fn write<S: Simd, const STEPS: bool>(
     mut o: OutputRows<'_, S::Elem>,
     non_temporal: bool,
     rows: usize,
@@ -256,8 +256,9 @@ fn write<S: Simd>(
             let len = o.len();
             for r in 0..rows {
                 let mut o = RowSink::<S>::new(o.row(r), non_temporal);
-                sweep::<S>(
-                    len,
+                sweep_by::<S>(
+                    STEPS,
+                    0..len,
                     #[inline(always)]
                     |at| o.put(at, value(r, at).round_ties_away()),
                 );
@@ -285,7 +286,7 @@ impl<F: Form> Kernel for ForwardColumns<'_, F> {
                     sum.replace(|sum| logarithm(f64::from(sum), zero_masked));
                 }
                 let (shift, scale) = (&*shift, &*scale);
-                write::<S>(
+                write::<S, true>(
                     o,
                     non_temporal,
                     tile.count,
@@ -298,7 +299,7 @@ impl<F: Form> Kernel for ForwardColumns<'_, F> {
             invert::<S>(scale, zero_masked);
             let (shift, scale) = (&*shift, &*scale);
             if in_range {
-                write::<S>(
+                write::<S, true>(
                     o,
                     non_temporal,
                     tile.count,
@@ -306,7 +307,7 @@ impl<F: Form> Kernel for ForwardColumns<'_, F> {
                     move |r, at| V::load(x.row(r), at).exp_fast_in_range() * V::at(scale, at),
                 );
             } else {
-                write::<S>(
+                write::<S, false>(
                     o,
                     non_temporal,
                     tile.count,
@@ -346,7 +347,7 @@ impl<F: Form> Kernel for BackwardColumns<'_, F> {
                 );
             }
             let (total, sums) = (&*total, &*sums);
-            write::<S>(
+            write::<S, true>(
                 dx,
                 non_temporal,
                 tile.count,
@@ -367,7 +368,6 @@ impl<F: Form> Kernel for BackwardColumns<'_, F> {
 }
 
 /// The sums of o * grad, or of grad alone for the logarithm.
-#[inline(always)]
 fn totals<S: Simd, F: Form>(
     o: InputRows<'_, S::Elem>,
     grad: InputRows<'_, S::Elem>,
@@ -417,7 +417,7 @@ impl<F: Form> Kernel for BackwardColumnsFromInput<'_, F> {
                 );
             }
             let (scale, total) = (&*scale, &*total);
-            write::<S>(
+            write::<S, false>(
                 dx,
                 non_temporal,
                 tile.count,
@@ -435,7 +435,6 @@ impl<F: Form> Kernel for BackwardColumnsFromInput<'_, F> {
 }
 
 /// The sums of exp(x - shift), and those of its products with grad (for the logarithm, of grad).
-#[inline(always)]
 fn sums_and_totals<S: Simd, F: Form>(
     x: InputRows<'_, S::Elem>,
     grad: InputRows<'_, S::Elem>,

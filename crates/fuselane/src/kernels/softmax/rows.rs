@@ -8,7 +8,7 @@ use crate::kernels::lanes::Lane;
 use crate::kernels::rows::{InputRows, OutputRows};
 use crate::kernels::sink::{RowSink, RowSinks, ShiftedSink, Sink, TileSink, takes_shifted};
 use crate::kernels::source::{Prefetch, Source};
-use crate::kernels::sweep::{At, STEP, chunks, sweep, sweep_range};
+use crate::kernels::sweep::{At, STEP, chunks, sweep, sweep_blocks, sweep_range};
 use crate::simd::{Kernel, LANES, Line, Simd, V};
 
 /// Elements of a row that are summed by lanes; the sums of these chunks are added in f64.
@@ -63,7 +63,7 @@ fn exp_sum<S: Simd>(x: Source<'_, S>, shift: f32, mut each: impl FnMut(At, V<S>)
     let (shift, mut total) = (V::splat(shift), 0.0);
     for chunk in chunks(x.len(), CHUNK) {
         let mut sum = V::<S>::zero();
-        sweep_range::<S>(
+        sweep_blocks(
             chunk,
             #[inline(always)]
             |at| {

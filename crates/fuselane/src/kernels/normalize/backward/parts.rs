@@ -74,6 +74,8 @@ pub(super) struct Gradients<S: Simd> {
 pub(super) trait Prologue<S: Simd>: Copy {
     /// Whether a row may be reduced in the loop that writes another one.
     const PIPELINED: bool = true;
+    /// Whether it chooses block by block, and so takes no steps and stores no spans, to be less code.
+    const GENERIC: bool = false;
     /// Whether the first pass evaluates the gate, which needs the registers, and time enough for a single
     /// sum to wait.
     const GATED: bool = false;
@@ -405,6 +407,7 @@ impl Any<'_, Options> {
 
 impl<S: Simd> Prologue<S> for Any<'_, Options> {
     const PIPELINED: bool = false;
+    const GENERIC: bool = true;
     #[inline(always)]
     fn centers(self) -> bool {
         self.options().center
