@@ -81,6 +81,13 @@ pub trait Element: sealed::Sealed + Copy + Default + Send + Sync + fmt::Debug + 
     fn to_real(self) -> Self::Real;
     /// Rounds once, to nearest even.
     fn from_real(value: Self::Real) -> Self;
+
+    /// Bits that are in the order of magnitudes.
+    #[doc(hidden)]
+    type Magnitude: Copy + Ord + Default;
+    /// The bits of |self|. Those of a NaN are above all others.
+    #[doc(hidden)]
+    fn magnitude(self) -> Self::Magnitude;
 }
 
 /// A type arithmetic is done in: `f32` or `f64`.
@@ -106,7 +113,7 @@ pub trait Real:
 }
 
 macro_rules! element {
-    ($type:ty, $dtype:ident, $real:ty, $to_real:expr, $from_real:expr, $to_f64:expr, $from_f64:expr) => {
+    ($type:ty, $bits:ty, $dtype:ident, $real:ty, $to_real:expr, $from_real:expr, $to_f64:expr, $from_f64:expr) => {
         impl Element for $type {
             const DTYPE: DType = DType::$dtype;
             type Real = $real;
@@ -126,16 +133,21 @@ macro_rules! element {
             fn from_real(value: $real) -> Self {
                 $from_real(value)
             }
+            type Magnitude = $bits;
+            #[inline(always)]
+            fn magnitude(self) -> $bits {
+                self.to_bits() & <$bits>::MAX >> 1
+            }
         }
     };
 }
 
-element!(f32, F32, f32, |x| x, |x| x, f64::from, |x| x as f32);
-element!(f64, F64, f64, |x| x, |x| x, |x| x, |x| x);
-element!(f16, F16, f32, f16::to_f32, f16::from_f32, f16::to_f64, |x| f16::from_f32(to_odd(x)));
-element!(bf16, BF16, f32, bf16::to_f32, bf16::from_f32, bf16::to_f64, |x| bf16::from_f32(to_odd(
-    x
-)));
+element!(f32, u32, F32, f32, |x| x, |x| x, f64::from, |x| x as f32);
+element!(f64, u64, F64, f64, |x| x, |x| x, |x| x, |x| x);
+element!(f16, u16, F16, f32, f16::to_f32, f16::from_f32, f16::to_f64, |x| f16::from_f32(to_odd(x)));
+element!(bf16, u16, BF16, f32, bf16::to_f32, bf16::from_f32, bf16::to_f64, |x| bf16::from_f32(
+    to_odd(x)
+));
 
 /// Rounds to f32 so that a second rounding to 16 bits gives what one rounding would have given:
 /// where the result is inexact, it is cut towards zero and its last bit set.

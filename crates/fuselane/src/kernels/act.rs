@@ -192,7 +192,7 @@ impl Function for Silu {
     }
     #[inline(always)]
     fn value_in_range<S: Simd>(x: V<S>) -> V<S> {
-        x * x.sigmoid_fast_in_range()
+        x.silu_fast_in_range()
     }
     #[inline(always)]
     fn gradient_in_range<S: Simd>(x: V<S>, grad: V<S>) -> V<S> {
@@ -294,7 +294,7 @@ fn dispatch_act<S: Simd>(act: Act, code: impl ForEachAct<S>) {
 
 /// How large arguments may be for the forms that take the least work. Rows with larger ones are done
 /// again, by forms that serve all. (To clamp all arguments instead takes 8 to 25 % longer.)
-const IN_RANGE: f32 = 80.0;
+pub(crate) const IN_RANGE: f32 = 80.0;
 
 /// Takes `any` of each block of x to `o`, by `round`. Where that is faster, `in_range` is tried first, which
 /// serves arguments up to [`IN_RANGE`].

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::dtype::Element;
-use crate::simd::{LANES, NON_TEMPORAL_ALIGN};
+use crate::simd::{LANES, Simd};
 
 /// How far ahead of a row memory is prefetched, in bytes of each operand. Less comes too late; much more
 /// has left the first-level cache again.
@@ -137,9 +137,9 @@ impl<'r, T: Element> OutputRows<'r, T> {
     /// Whether every row can be stored non-temporally whole. Where only some of the blocks can, as they
     /// happen to be aligned, none should: see [`OutputTile::aligned_at`](super::tile::OutputTile::aligned_at).
     #[inline(always)]
-    pub(crate) fn aligned(&self) -> bool {
-        let aligned = (self.base as usize | self.step as usize).is_multiple_of(NON_TEMPORAL_ALIGN);
-        aligned && self.len.is_multiple_of(LANES)
+    pub(crate) fn aligned<S: Simd>(&self) -> bool {
+        let addresses = self.base as usize | self.step as usize;
+        addresses.is_multiple_of(S::NON_TEMPORAL_ALIGN) && self.len.is_multiple_of(LANES)
     }
 
     /// Whether rows follow each other without gaps.
@@ -220,6 +220,7 @@ impl<'r, T: Element> OutputRows<'r, T> {
 mod tests {
     use super::*;
     use crate::exec::scratch::Scratch;
+    use crate::simd::AnyWithSteps;
 
     #[test]
     fn aligned_are_all_rows_or_none() {
@@ -230,7 +231,7 @@ mod tests {
             let base = memory[at..].as_mut_ptr();
             // SAFETY: two rows that do not overlap, within `memory`, which nobody else has.
             let rows = unsafe { OutputRows::new(base, 4 * step, 2, len) };
-            assert_eq!(rows.aligned(), aligned, "{at}, {step}, {len}");
+            assert_eq!(rows.aligned::<AnyWithSteps>(), aligned, "{at}, {step}, {len}");
         }
     }
 }

@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use super::rows::OutputRows;
 use super::sweep::At;
-use crate::simd::{CACHE_LINE, LANES, Line, NON_TEMPORAL_ALIGN, Simd, V};
+use crate::simd::{CACHE_LINE, LANES, Line, Simd, V};
 
 /// Takes the blocks of rows.
 pub(crate) trait Sink<S: Simd> {
@@ -23,9 +23,7 @@ pub(crate) trait Sink<S: Simd> {
 pub(crate) struct RowSink<'r, S: Simd> {
     row: &'r mut [S::Elem],
     non_temporal: bool,
-    /// Whether two blocks go as one cache line.
-    lines: bool,
-    /// The first of the two.
+    /// A block that waits for the other half of its line.
     first: S::Packed,
 }
 
@@ -33,10 +31,8 @@ impl<'r, S: Simd> RowSink<'r, S> {
     /// `non_temporal` is a wish: it is followed if the row is aligned.
     #[inline(always)]
     pub(crate) fn new(row: &'r mut [S::Elem], non_temporal: bool) -> Self {
-        let address = row.as_ptr() as usize;
-        let non_temporal = non_temporal && address.is_multiple_of(NON_TEMPORAL_ALIGN);
-        let lines = S::WHOLE_LINES && non_temporal && address.is_multiple_of(CACHE_LINE);
-        Self { row, non_temporal, lines, first: S::round(S::splat(0.0)) }
+        let aligned = (row.as_ptr() as usize).is_multiple_of(S::NON_TEMPORAL_ALIGN);
+        Self { row, non_temporal: non_temporal && aligned, first: S::round(S::splat(0.0)) }
     }
 
     /// The block at `at`, for rows that are replaced.
@@ -49,18 +45,18 @@ impl<'r, S: Simd> RowSink<'r, S> {
 impl<S: Simd> Sink<S> for RowSink<'_, S> {
     #[inline(always)]
     fn put(&mut self, at: At, packed: S::Packed) {
-        const { assert!((LANES * size_of::<S::Elem>()).is_multiple_of(NON_TEMPORAL_ALIGN)) };
+        const { assert!(!S::WHOLE_LINES || S::NON_TEMPORAL_ALIGN == CACHE_LINE) };
         if !at.is_full() {
             return store_tail::<S>(packed, self.row, at);
         }
         at.check(self.row.len());
-        // SAFETY: the row holds the block, as was just checked. A row that is aligned holds aligned
-        // blocks, and aligned lines in steps, of which the slot tells the halves.
+        // SAFETY: the row holds the block, as was just checked. A row that is aligned to lines holds
+        // aligned ones in steps, of which the slot tells the halves.
         unsafe {
             let p = self.row.as_mut_ptr().add(at.i);
             if !self.non_temporal {
                 S::store(packed, p);
-            } else if self.lines && at.in_step {
+            } else if S::WHOLE_LINES && at.in_step {
                 if at.slot.is_multiple_of(2) {
                     self.first = packed;
                 } else {
@@ -284,5 +280,5 @@ impl<'r, S: Simd> TileSink<'r, S> for ShiftedSink<'r, S> {
 /// they cannot be.
 #[inline(always)]
 pub(crate) fn takes_shifted<S: Simd>(rows: &OutputRows<'_, S::Elem>, non_temporal: bool) -> bool {
-    <S::Line as Line>::ANY && non_temporal && !rows.aligned() && rows.dense()
+    <S::Line as Line>::ANY && non_temporal && !rows.aligned::<S>() && rows.dense()
 }

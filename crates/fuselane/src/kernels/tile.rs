@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use crate::simd::{LANES, NON_TEMPORAL_ALIGN};
+use crate::simd::{LANES, Simd};
 
 /// Which rows of a call with three dimensions of rows make a tile: those of some neighbouring indices of
 /// each dimension.
@@ -229,13 +229,14 @@ impl<'r, T: Copy> OutputTile<'r, T> {
     /// Whether rows that are cut at these columns can be stored non-temporally whole. A cache line of which
     /// one part is stored non-temporally and another is not takes longer than ordinary stores alone.
     #[inline(always)]
-    pub(crate) fn aligned_at(&self, cuts: &[usize]) -> bool {
+    pub(crate) fn aligned_at<S: Simd>(&self, cuts: &[usize]) -> bool {
         let Rows { base, steps: [entry, outer, inner], len, .. } = self.rows;
         // A multiple of a power of two where all addresses of rows are.
         let addresses = base as usize | entry as usize | outer as usize | inner as usize;
-        addresses.is_multiple_of(NON_TEMPORAL_ALIGN)
-            && len.is_multiple_of(LANES)
-            && cuts.iter().all(|cut| cut.is_multiple_of(LANES))
+        let unit = LANES.max(S::NON_TEMPORAL_ALIGN / size_of::<T>());
+        addresses.is_multiple_of(S::NON_TEMPORAL_ALIGN)
+            && len.is_multiple_of(unit)
+            && cuts.iter().all(|cut| cut.is_multiple_of(unit))
     }
 }
 
@@ -243,6 +244,7 @@ impl<'r, T: Copy> OutputTile<'r, T> {
 mod tests {
     use super::*;
     use crate::exec::scratch::Scratch;
+    use crate::simd::AnyWithSteps;
 
     #[test]
     fn aligned_are_all_segments_or_none() {
@@ -257,7 +259,11 @@ mod tests {
                 let base = memory[start..].as_mut_ptr();
                 // SAFETY: four rows that do not overlap, within `memory`, which nobody else has.
                 let rows = unsafe { OutputTile::new(base, len, [2 * row, 0, row], &tile) };
-                assert_eq!(rows.aligned_at(&[cut, cut, len]), aligned, "{start}, {len}");
+                assert_eq!(
+                    rows.aligned_at::<AnyWithSteps>(&[cut, cut, len]),
+                    aligned,
+                    "{start}, {len}"
+                );
             }
         }
     }

@@ -315,6 +315,7 @@ impl<E: Storage> Simd for Avx512<E> {
         // SAFETY: the caller's promise.
         unsafe { packed.store_non_temporal(p.cast()) }
     }
+    const NON_TEMPORAL_ALIGN: usize = 64;
     const WHOLE_LINES: bool = size_of::<E>() == 2;
     #[inline(always)]
     unsafe fn store_line_non_temporal([a, b]: [E::Packed; 2], p: *mut E) {

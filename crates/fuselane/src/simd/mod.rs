@@ -40,9 +40,6 @@ pub(crate) use line::Line;
 /// Numbers in a block, for every instruction set.
 pub(crate) const LANES: usize = 16;
 
-/// Alignment, in bytes, of an address that [`Simd::store_non_temporal`] writes to.
-pub(crate) const NON_TEMPORAL_ALIGN: usize = 32;
-
 /// Bytes of a cache line.
 pub(crate) const CACHE_LINE: usize = 64;
 
@@ -179,10 +176,13 @@ pub(crate) trait Simd: Copy + Sized + 'static {
     /// # Safety
     /// `p` points to [`LANES`] writable elements.
     unsafe fn store(packed: Self::Packed, p: *mut Self::Elem);
+    /// Alignment, in bytes, of rows that are stored non-temporally.
+    const NON_TEMPORAL_ALIGN: usize = 32;
     /// Stores around the caches; a [`Simd::fence`] has to follow before another thread reads.
     ///
     /// # Safety
-    /// `p` points to [`LANES`] writable elements and is aligned to [`NON_TEMPORAL_ALIGN`] bytes.
+    /// `p` points to [`LANES`] writable elements, a whole number of blocks behind an address that is
+    /// aligned to [`Simd::NON_TEMPORAL_ALIGN`] bytes.
     #[inline(always)]
     unsafe fn store_non_temporal(packed: Self::Packed, p: *mut Self::Elem) {
         // SAFETY: the caller's promise is stronger than what `store` asks for.

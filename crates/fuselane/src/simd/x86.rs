@@ -40,7 +40,7 @@ pub(crate) trait Packed: Copy {
     /// `p` points to writable memory for them.
     unsafe fn store(self, p: *mut u8);
     /// # Safety
-    /// The same, and `p` is aligned to [`NON_TEMPORAL_ALIGN`](super::NON_TEMPORAL_ALIGN) bytes.
+    /// The same, and `p` is aligned to 32 bytes.
     unsafe fn store_non_temporal(self, p: *mut u8);
 }
 

@@ -101,7 +101,7 @@ impl<E: Encoding> Kernel for Backward<'_, '_, '_, E> {
             let (x, grad) = (rows.input::<S::Elem>(0, &tile), rows.input::<S::Elem>(1, &tile));
             let dx = rows.output::<S::Elem>(0, &tile);
             let round = to_nearest_even::<S>();
-            let non_temporal = non_temporal && dx.aligned_at(&segments.features());
+            let non_temporal = non_temporal && dx.aligned_at::<S>(&segments.features());
             if plain && non_temporal {
                 let dx = Rounded::<S, _, true> { tile: dx, segments, round };
                 return decode(&walk, grad, sub_tile, dx);

@@ -6,8 +6,11 @@ use super::operands::{Elements, Input, Lanes, Rounded, to_nearest_even};
 use super::segments::Segments;
 use super::walk::{Walk, interleaved};
 use super::{Encoding, FusedAct, Loops};
+use crate::dtype::Element;
 use crate::exec::rows::TaskRows;
-use crate::kernels::tile::{InputTile, OutputTile};
+use crate::kernels::act::IN_RANGE;
+use crate::kernels::sweep::STEP;
+use crate::kernels::tile::{InputTile, OutputTile, Tile, for_each_row};
 use crate::ops::act::Act;
 use crate::simd::{Kernel, Simd, V};
 
@@ -42,12 +45,14 @@ impl<E: Encoding> Kernel for Forward<'_, '_, '_, E> {
                     );
                     encode(encoding, loops, x, o, to_nearest_even::<S>());
                 }
-                FusedAct::Elementwise(Act::Silu) => {
+                FusedAct::Elementwise(Act::Silu) if in_range::<S>(x, tile) => {
                     let x = Elements::<S, _>::new(
                         x,
                         segments,
                         #[inline(always)]
-                        |x| x.silu_fast(),
+                        |x| {
+                            if checks_range::<S>() { x.silu_fast_in_range() } else { x.silu_fast() }
+                        },
                     );
                     encode(
                         encoding,
@@ -90,9 +95,50 @@ fn encode<S: Simd, E: Encoding, X: Input<S>>(
     (tile, segments, non_temporal): To<'_, S>,
     round: impl Fn(V<S>) -> S::Packed + Copy,
 ) {
-    if non_temporal && tile.aligned_at(&segments.features()) {
+    if non_temporal && tile.aligned_at::<S>(&segments.features()) {
         encoding.forward(loops, x, Rounded::<S, _, true> { tile, segments, round });
     } else {
         encoding.forward(loops, x, Rounded::<S, _, false> { tile, segments, round });
     }
+}
+
+/// Whether a tile is told to be in range before it is activated, in place of clamps, which take 1.15 times as long
+/// on AVX2; with registers of 512 bits they take no longer.
+const fn checks_range<S: Simd>() -> bool {
+    V::<S>::HAS_FAST && !S::PIPELINE
+}
+
+/// Whether the forms that take the least work serve a tile.
+fn in_range<S: Simd>(x: InputTile<'_, S::Elem>, tile: &Tile) -> bool {
+    if !checks_range::<S>() {
+        return true;
+    }
+    S::call(
+        #[inline(always)]
+        move || {
+            let limit = S::Elem::from_real(IN_RANGE).magnitude();
+            let mut largest = [Default::default(); STEP];
+            for_each_row(
+                [tile.entries, tile.rows[0], tile.rows[1]],
+                #[inline(always)]
+                |index| {
+                    let (steps, rest) = x.row(index).as_chunks::<STEP>();
+                    // By places of a step, which the compiler makes registers.
+                    let mut of_row = [Default::default(); STEP];
+                    for step in steps {
+                        for k in 0..STEP {
+                            of_row[k] = step[k].magnitude().max(of_row[k]);
+                        }
+                    }
+                    for x in rest {
+                        of_row[0] = x.magnitude().max(of_row[0]);
+                    }
+                    for k in 0..STEP {
+                        largest[k] = of_row[k].max(largest[k]);
+                    }
+                },
+            );
+            largest.iter().all(|largest| *largest <= limit)
+        },
+    )
 }

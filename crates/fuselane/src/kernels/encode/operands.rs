@@ -6,7 +6,7 @@ use crate::kernels::sink::{RowSink, Sink};
 use crate::kernels::source::{Prefetch, Source};
 use crate::kernels::sweep::At;
 use crate::kernels::tile::{InputTile, OutputTile};
-use crate::simd::{NON_TEMPORAL_ALIGN, Simd, V};
+use crate::simd::{Simd, V};
 
 /// Rows that an encoding reads. A row's index is that of its batch entry, token and head in the tile.
 pub(crate) trait Input<S: Simd>: Copy {
@@ -196,7 +196,7 @@ where
 impl<'r, S: Simd, R> RoundedRow<'r, S, R> {
     #[inline(always)]
     fn new<const NON_TEMPORAL: bool>(row: &'r mut [S::Elem], round: R) -> Self {
-        let aligned = (row.as_ptr() as usize).is_multiple_of(NON_TEMPORAL_ALIGN);
+        let aligned = (row.as_ptr() as usize).is_multiple_of(S::NON_TEMPORAL_ALIGN);
         assert!(aligned || !NON_TEMPORAL);
         Self { sink: RowSink::new(row, NON_TEMPORAL), round }
     }

@@ -122,7 +122,10 @@ impl Kernel for Forward<'_> {
                 weight: &weight,
                 bias: &bias,
                 wish: non_temporal,
-                non_temporal: [non_temporal && o.aligned(), non_temporal && sum.aligned()],
+                non_temporal: [
+                    non_temporal && o.aligned::<S>(),
+                    non_temporal && sum.aligned::<S>(),
+                ],
                 rows: &mut rows,
                 saved: &mut saved,
                 gate_values: &mut gate_values,

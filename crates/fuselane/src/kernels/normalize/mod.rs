@@ -176,7 +176,7 @@ fn tile_sink<'s, S: Simd, O: Sinks<S>>(
     tile: &Range<usize>,
     non_temporal: bool,
 ) -> O::Tile<'s> {
-    let non_temporal = non_temporal && output.aligned();
+    let non_temporal = non_temporal && output.aligned::<S>();
     O::Tile::new(output.slice(tile.start, tile.len()), non_temporal)
 }
 
@@ -199,5 +199,5 @@ fn stores_span<S: Simd>(
     let long = |rows: &OutputRows<'_, S::Elem>| {
         (tile.len() == 1 || rows.dense()) && tile.len() * rows.len() >= LEAST_SPAN
     };
-    present.clone().all(long) && present.any(|rows| !rows.aligned())
+    present.clone().all(long) && present.any(|rows| !rows.aligned::<S>())
 }

@@ -249,7 +249,7 @@ fn write<S: Simd, const STEPS: bool>(
     rows: usize,
     value: impl Fn(usize, At) -> V<S>,
 ) {
-    let non_temporal = non_temporal && o.aligned();
+    let non_temporal = non_temporal && o.aligned::<S>();
     S::call(
         #[inline(always)]
         move || {

@@ -254,8 +254,20 @@ impl<S: Simd> V<S> {
     /// [`V::sigmoid_fast`] of arguments up to 80 in magnitude, with the same bits and less work.
     #[inline(always)]
     pub(crate) fn sigmoid_fast_in_range(self) -> Self {
+        if !Self::HAS_FAST {
+            return self.sigmoid();
+        }
         let power = Power::minus_in_range(self);
         power.fraction.mul_add(power.scale, Self::splat(1.0)).reciprocal_fast()
+    }
+
+    /// [`V::silu_fast`] of arguments up to 80 in magnitude, with the same bits and less work.
+    #[inline(always)]
+    pub(crate) fn silu_fast_in_range(self) -> Self {
+        if !Self::HAS_FAST {
+            return self.silu();
+        }
+        self * self.sigmoid_fast_in_range()
     }
 
     /// The slope of [`V::sigmoid_and_slope_fast`] for arguments up to 80 in magnitude, with the same bits
