@@ -115,7 +115,7 @@ fn row_softmax<S: Simd>(
 ) {
     let RowScratch { y, sums, row: exponentials, numbers, .. } = scratch;
     let width = segments.width();
-    if fast && softmax_in_range::<S>(x, rows, OutputTile::dense(y, rows, width), sums) {
+    if fast && softmax_in_range::<S>(x, rows, (y, width), sums) {
         return;
     }
     let mut y = OutputTile::dense(y, rows, width);
@@ -169,20 +169,20 @@ pub(super) fn in_range<S: Simd>(x: &[S::Elem]) -> bool {
 fn softmax_in_range<S: Simd>(
     x: InputTile<'_, S::Elem>,
     [tokens, heads]: [usize; 2],
-    mut y: OutputTile<'_, Lane>,
+    (y, len): (&mut [Lane], usize),
     sums: &mut [Lane],
 ) -> bool {
     S::call(
         #[inline(always)]
         move || {
             let soon = Prefetch::L2(x.ahead());
-            let mut range = V::<S>::zero();
+            let (mut range, mut k) = (V::<S>::zero(), 0);
             for_each_row(
                 [1, tokens, heads],
                 #[inline(always)]
-                |[_, i, j]| {
-                    let (x, y) = (x.row([0, i, j]), y.row([0, i, j]));
-                    let (len, x, mut sum) = (x.len(), Source::<S>::new(x, soon), V::zero());
+                |row| {
+                    let (x, mut sum) = (Source::<S>::new(&x.row(row)[..len], soon), V::zero());
+                    let y = &mut y[k * len..][..len];
                     sweep::<S>(
                         len,
                         #[inline(always)]
@@ -194,24 +194,20 @@ fn softmax_in_range<S: Simd>(
                             sum += e;
                         },
                     );
-                    sum.set(sums, (i * heads + j) * LANES);
+                    sum.set(sums, k * LANES);
+                    k += 1;
                 },
             );
             // Apart, so that no row waits for its own sum.
-            for_each_row(
-                [1, tokens, heads],
-                #[inline(always)]
-                |[_, i, j]| {
-                    let (y, sum) =
-                        (y.row([0, i, j]), V::<S>::get(sums, (i * heads + j) * LANES).sum());
-                    let inverse = V::<S>::splat((1.0 / f64::from(sum)) as f32);
-                    sweep::<S>(
-                        y.len(),
-                        #[inline(always)]
-                        |at| (V::at(y, at) * inverse).set_at(y, at),
-                    );
-                },
-            );
+            for (k, y) in y.chunks_exact_mut(len).take(tokens * heads).enumerate() {
+                let sum = V::<S>::get(sums, k * LANES).sum();
+                let inverse = V::<S>::splat((1.0 / f64::from(sum)) as f32);
+                sweep::<S>(
+                    len,
+                    #[inline(always)]
+                    |at| (V::at(y, at) * inverse).set_at(y, at),
+                );
+            }
             range.largest() <= IN_RANGE
         },
     )

@@ -330,15 +330,11 @@ impl<'p, S: Simd> Gradient<'p, '_, S> {
     #[inline(always)]
     fn row_softmax_fast(mut self, scratch: &mut RowScratch) {
         let ([tokens, heads], width) = (self.rows, self.segments.width());
-        let g = InputTile::dense(&scratch.g, self.rows, width);
-        let in_all = self.row_softmax_in_range(
-            OutputTile::dense(&mut scratch.y, self.rows, width),
-            g,
-            &mut scratch.sums,
-        );
-        if in_all {
+        let RowScratch { y, g, sums, .. } = scratch;
+        if self.row_softmax_in_range(y, g, sums) {
             return;
         }
+        let g = InputTile::dense(&scratch.g, self.rows, width);
         let y = &mut scratch.y[..width];
         S::call(
             #[inline(always)]
@@ -366,25 +362,20 @@ impl<'p, S: Simd> Gradient<'p, '_, S> {
 
     /// Tells whether all rows are in range.
     #[inline(always)]
-    fn row_softmax_in_range(
-        &mut self,
-        mut y: OutputTile<'_, Lane>,
-        g: InputTile<'_, Lane>,
-        sums: &mut [Lane],
-    ) -> bool {
+    fn row_softmax_in_range(&mut self, y: &mut [Lane], g: &[Lane], sums: &mut [Lane]) -> bool {
         let (x, [tokens, heads], non_temporal) = (self.x, self.rows, self.non_temporal);
-        let dx = &mut self.dx;
+        let (dx, len) = (&mut self.dx, self.segments.width());
         S::call(
             #[inline(always)]
             move || {
                 let soon = Prefetch::L2(x.ahead());
-                let mut range = V::<S>::zero();
+                let (mut range, mut k) = (V::<S>::zero(), 0);
                 for_each_row(
                     [1, tokens, heads],
                     #[inline(always)]
-                    |[_, i, j]| {
-                        let (x, y, g) = (x.row([0, i, j]), y.row([0, i, j]), g.row([0, i, j]));
-                        let (len, x) = (x.len(), Source::<S>::new(x, soon));
+                    |row| {
+                        let x = Source::<S>::new(&x.row(row)[..len], soon);
+                        let (y, g) = (&mut y[k * len..][..len], &g[k * len..][..len]);
                         let (mut sum, mut dot) = (V::zero(), V::zero());
                         sweep::<S>(
                             len,
@@ -398,24 +389,26 @@ impl<'p, S: Simd> Gradient<'p, '_, S> {
                                 dot = e.mul_add(V::at(g, at), dot);
                             },
                         );
-                        let k = 2 * (i * heads + j) * LANES;
-                        sum.set(sums, k);
-                        dot.set(sums, k + LANES);
+                        sum.set(sums, 2 * k * LANES);
+                        dot.set(sums, (2 * k + 1) * LANES);
+                        k += 1;
                     },
                 );
                 // Apart, so that no row waits for its own sums.
+                let mut k = 0;
                 for_each_row(
                     [1, tokens, heads],
                     #[inline(always)]
-                    |[_, i, j]| {
-                        let k = 2 * (i * heads + j) * LANES;
-                        let inverse = 1.0 / f64::from(V::<S>::get(sums, k).sum());
-                        let dot = f64::from(V::<S>::get(sums, k + LANES).sum()) * inverse;
+                    |row| {
+                        let inverse = 1.0 / f64::from(V::<S>::get(sums, 2 * k * LANES).sum());
+                        let dot = V::<S>::get(sums, (2 * k + 1) * LANES).sum();
+                        let dot = f64::from(dot) * inverse;
                         let (inverse, dot) = (V::<S>::splat(inverse as f32), V::splat(dot as f32));
-                        let (y, g) = (y.row([0, i, j]), g.row([0, i, j]));
-                        let mut dx = RowSink::<S>::new(dx.row([0, i, j]), non_temporal);
+                        let (y, g) = (&y[k * len..][..len], &g[k * len..][..len]);
+                        let mut dx = RowSink::<S>::new(&mut dx.row(row)[..len], non_temporal);
+                        k += 1;
                         sweep::<S>(
-                            y.len(),
+                            len,
                             #[inline(always)]
                             |at| {
                                 let difference = V::at(g, at) - dot;
