@@ -66,18 +66,20 @@ impl<E: Encoding> Kernel for Forward<'_, '_, '_, E> {
                 _ => {
                     let fast = activate::<S>(plan, x, sub_tile, columns, false, &mut scratch);
                     let y = InputTile::dense(&scratch.y, tile.rows, segments.width());
-                    encode(
-                        encoding,
-                        loops,
-                        Lanes { tile: y, segments },
-                        o,
+                    let y = Lanes { tile: y, segments };
+                    if fast {
                         // Where x' is approximate, ties are chance.
-                        #[inline(always)]
-                        move |value: V<S>| match fast {
-                            true => value.round_ties_away(),
-                            false => value.round(),
-                        },
-                    );
+                        encode(
+                            encoding,
+                            loops,
+                            y,
+                            o,
+                            #[inline(always)]
+                            |value: V<S>| value.round_ties_away(),
+                        );
+                    } else {
+                        encode(encoding, loops, y, o, to_nearest_even::<S>());
+                    }
                 }
             }
         });
