@@ -347,12 +347,6 @@ impl<'a, const I: usize, const O: usize, const SI: usize, const SO: usize> Rows<
         TaskRows::new(self, range)
     }
 
-    /// The address of a row of an operand, and its length.
-    #[inline(always)]
-    fn row_start(&self, o: &Operand, index: &[usize]) -> (*mut u8, usize) {
-        o.row_start(self.tiles, index)
-    }
-
     fn operands(&self) -> impl Iterator<Item = &Operand> {
         let all = self.inputs.iter().chain(&self.outputs).chain(&self.saved).chain(&self.save);
         all.filter(|o| !o.base.is_null())

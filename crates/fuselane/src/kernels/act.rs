@@ -52,11 +52,6 @@ pub(crate) trait Function: Copy {
     fn gradient_from_output<S: Simd>(_o: V<S>, grad: V<S>) -> V<S> {
         grad
     }
-    /// Calls `block`, which serves any argument, for each block of a row.
-    #[inline(always)]
-    fn sweep<S: Simd>(len: usize, block: impl FnMut(At)) {
-        sweep_by::<S>(!Self::BY_BLOCKS && !(Self::HAS_FAST && V::<S>::HAS_FAST), 0..len, block);
-    }
     /// Rounds f(x) or its gradient.
     #[inline(always)]
     fn round<S: Simd>(value: V<S>) -> S::Packed {
@@ -323,8 +318,9 @@ fn map_row<S: Simd, F: Function>(
         }
         S::fence(); // before the same memory is stored to again
     }
-    F::sweep::<S>(
-        x.len(),
+    sweep_by::<S>(
+        !(F::BY_BLOCKS || F::HAS_FAST && V::<S>::HAS_FAST),
+        0..x.len(),
         #[inline(always)]
         |at| o.put(at, round(any(x.load(at), at))),
     );
@@ -531,22 +527,22 @@ pub(crate) fn values_and_slopes<S: Simd>(
 }
 
 /// `dx = grad * f'(x)` of a row, out of line, from a gradient in scratch. Of the row that is `ahead` bytes away
-/// it asks for x.
+/// it asks for x; `dx` comes with the wish for non-temporal stores.
 #[inline(always)]
 pub(crate) fn gradients<S: Simd>(
     act: Act,
     (x, ahead): (&[S::Elem], isize),
     grad: &[Lane],
-    dx: RowSink<'_, S>,
+    dx: (&mut [S::Elem], bool),
 ) {
-    struct Gradients<'r, S: Simd>(&'r [S::Elem], isize, &'r [Lane], RowSink<'r, S>);
+    struct Gradients<'r, S: Simd>(&'r [S::Elem], isize, &'r [Lane], (&'r mut [S::Elem], bool));
     impl<S: Simd> ForEachAct<S> for Gradients<'_, S> {
         #[inline(always)]
         fn run<F: Function>(self) {
-            let Self(x, ahead, grad, dx) = self;
+            let Self(x, ahead, grad, (dx, non_temporal)) = self;
             map_row::<S, F>(
                 Source::new(x, Prefetch::L2(ahead)),
-                dx,
+                RowSink::new(dx, non_temporal),
                 #[inline(always)]
                 |x, at| F::gradient_in_range(x, V::at(grad, at)),
                 #[inline(always)]

@@ -147,7 +147,7 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize>
     pub(crate) fn input<T: Element>(&self, i: usize, tile: &Tile) -> InputTile<'r, T> {
         self.check_tile(T::DTYPE, tile);
         let o = &self.rows.inputs[i];
-        let (base, len) = self.rows.row_start(o, &tile.first);
+        let (base, len) = o.row_start(self.rows.tiles, &tile.first);
         // SAFETY: all rows of the tile belong to this task, as was just checked; inputs are only read, for as
         // long as `Rows` borrows them.
         unsafe { InputTile::new(base.cast_const().cast(), len, o.tile_steps(), tile) }
@@ -156,7 +156,7 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize>
     /// The address of the first output's row of some index; of any value where there is none.
     #[inline(always)]
     pub(crate) fn output_address(&self, index: [usize; 3]) -> usize {
-        self.rows.outputs.first().map_or(0, |o| self.rows.row_start(o, &index).0 as usize)
+        self.rows.outputs.first().map_or(0, |o| o.row_start(self.rows.tiles, &index).0 as usize)
     }
 
     /// The rows of an output that are in a tile, all of which have to belong to this task.
@@ -164,7 +164,7 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize>
     pub(crate) fn output<T: Element>(&mut self, i: usize, tile: &Tile) -> OutputTile<'_, T> {
         self.check_tile(T::DTYPE, tile);
         let o = &self.rows.outputs[i];
-        let (base, len) = self.rows.row_start(o, &tile.first);
+        let (base, len) = o.row_start(self.rows.tiles, &tile.first);
         // SAFETY: all rows of the tile belong to this task, as was just checked; the borrow of `self` keeps
         // others from being held at the same time.
         unsafe { OutputTile::new(base.cast(), len, o.tile_steps(), tile) }
@@ -195,9 +195,15 @@ impl<'r, const I: usize, const O: usize, const SI: usize, const SO: usize>
         // rest.
         unsafe {
             Row {
-                inputs: rows.inputs.each_ref().map(|o| slice::<T>(rows.row_start(o, index))),
-                outputs: rows.outputs.each_ref().map(|o| slice_mut::<T>(rows.row_start(o, index))),
-                save: rows.save.each_ref().map(|o| slice_mut::<T::Real>(rows.row_start(o, index))),
+                inputs: rows.inputs.each_ref().map(|o| slice::<T>(o.row_start(rows.tiles, index))),
+                outputs: rows
+                    .outputs
+                    .each_ref()
+                    .map(|o| slice_mut::<T>(o.row_start(rows.tiles, index))),
+                save: rows
+                    .save
+                    .each_ref()
+                    .map(|o| slice_mut::<T::Real>(o.row_start(rows.tiles, index))),
             }
         }
     }
@@ -220,7 +226,7 @@ impl<const I: usize, const O: usize, const SI: usize, const SO: usize> Rows<'_, 
     /// The address and length of a row of an operand, and the bytes to the next row.
     #[inline(always)]
     fn row_and_step(&self, o: &Operand, index: &[usize]) -> (*mut u8, usize, isize) {
-        let (base, len) = self.row_start(o, index);
+        let (base, len) = o.row_start(self.tiles, index);
         (base, len, index.len().checked_sub(1).map_or(0, |d| o.steps[d]))
     }
 

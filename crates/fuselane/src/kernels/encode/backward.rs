@@ -4,6 +4,7 @@ use super::activation::{RowScratch, activate, in_range, is_fast};
 use super::columns::Columns;
 use super::operands::{Elements, LanesMut, Output, Rounded, to_nearest_even};
 use super::segments::Segments;
+use super::tables::Tables;
 use super::walk::{SubTile, Walk, interleaved};
 use super::{Encoding, FusedAct, Plan};
 use crate::exec::rows::TaskRows;
@@ -32,7 +33,8 @@ impl<E: Encoding> Kernel for Dots<'_, '_, '_, E> {
         let Self { walk, columns, sums, .. } = self;
         let (plan, width) = (walk.plan, walk.plan.segments.width());
         let mut scratch = RowScratch::new(plan, true, true);
-        walk.for_each_sub_tile::<S, 2, 0>(&mut self.rows, 1, &mut |rows, sub_tile| {
+        let tables = Tables::new::<S, E>(&walk);
+        walk.for_each_sub_tile(tables, &mut self.rows, 1, &mut |rows, sub_tile| {
             let tile = &sub_tile.tile;
             let (x, grad) = (rows.input::<S::Elem>(0, tile), rows.input::<S::Elem>(1, tile));
             activate::<S>(plan, x, sub_tile, columns, true, &mut scratch);
@@ -96,7 +98,8 @@ impl<E: Encoding> Kernel for Backward<'_, '_, '_, E> {
         let mut angles = AngleSums::new(&walk, sums.is_some());
         let mut scratch = RowScratch::new(plan, !plain, !plain);
         let entries = if plain { interleaved::<S>(plan.batch) } else { 1 };
-        walk.for_each_sub_tile::<S, 2, 1>(&mut self.rows, entries, &mut |rows, sub_tile| {
+        let tables = Tables::new::<S, E>(&walk);
+        walk.for_each_sub_tile(tables, &mut self.rows, entries, &mut |rows, sub_tile| {
             let tile = sub_tile.tile;
             let (x, grad) = (rows.input::<S::Elem>(0, &tile), rows.input::<S::Elem>(1, &tile));
             let dx = rows.output::<S::Elem>(0, &tile);
@@ -270,8 +273,8 @@ impl<'p, S: Simd> Gradient<'p, '_, S> {
                 let (x, g, dx) = (x.row([0, i, j]), g.row([0, i, j]), dx.row([0, i, j]));
                 for segment in segments.joined() {
                     let x = (&x[segment.features()], ahead);
-                    let dx = RowSink::<S>::new(&mut dx[segment.features()], non_temporal);
-                    act::gradients(act, x, &g[segment.scratch()], dx);
+                    let dx = (&mut dx[segment.features()], non_temporal);
+                    act::gradients::<S>(act, x, &g[segment.scratch()], dx);
                 }
             },
         );

@@ -4,6 +4,7 @@ use super::activation::{RowScratch, activate};
 use super::columns::Columns;
 use super::operands::{Elements, Input, Lanes, Rounded, to_nearest_even};
 use super::segments::Segments;
+use super::tables::Tables;
 use super::walk::{Walk, interleaved};
 use super::{Encoding, FusedAct, Loops};
 use crate::dtype::Element;
@@ -31,7 +32,8 @@ impl<E: Encoding> Kernel for Forward<'_, '_, '_, E> {
         let mut scratch = RowScratch::new(plan, !plain, false);
         let entries = if plain { interleaved::<S>(plan.batch) } else { 1 };
         let (segments, output) = (&plan.segments, &plan.output_segments);
-        walk.for_each_sub_tile::<S, 1, 1>(&mut self.rows, entries, &mut |rows, sub_tile| {
+        let tables = Tables::new::<S, E>(&walk);
+        walk.for_each_sub_tile(tables, &mut self.rows, entries, &mut |rows, sub_tile| {
             let (tile, loops) = (&sub_tile.tile, sub_tile.loops);
             let (x, o) = (rows.input::<S::Elem>(0, tile), rows.output::<S::Elem>(0, tile));
             let o = (o, output, non_temporal);

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use super::Angle;
 use super::segments::padded;
+use super::{Angle, Encoding, Walk};
 use crate::exec::scratch::Scratch;
 use crate::kernels::lanes::{Lane, to_lanes};
 use crate::kernels::sweep::sweep_blocks;
@@ -125,8 +125,8 @@ pub(super) struct Tables {
     gathered: Scratch<f32>,
     /// What was filled in last: token of the tile, coordinates, first head.
     last: Option<(usize, Coordinates, usize)>,
-    /// [`Tables::fill_by`], for an instruction set.
-    fill: fn(&mut Self, &AnglePlan<'_>, usize, Range<usize>, Range<usize>),
+    /// [`Tables::fill`] of the instruction set.
+    pub(super) fill: fn(&mut Self, &AnglePlan<'_>, usize, Range<usize>, Range<usize>),
 }
 
 /// A token of a tile.
@@ -160,12 +160,10 @@ impl<'t> TableRows<'t> {
 }
 
 impl Tables {
-    /// Room for a tile of `tokens` and `heads`, with `step` entries for each angle.
-    pub(super) fn new<S: Simd>(
-        plan: &AnglePlan<'_>,
-        step: usize,
-        [tokens, heads]: [usize; 2],
-    ) -> Self {
+    /// Room for a tile.
+    pub(super) fn new<S: Simd, E: Encoding>(walk: &Walk<'_, '_, E>) -> Self {
+        let (plan, step) = (&walk.plan.angles, walk.encoding.angle_step());
+        let [tokens, heads] = walk.plan.tile;
         let AngleSplit { theta_heads, count, .. } = plan.split;
         let width = padded(count * step);
         let (theta_heads, heads) = if plan.shared { (1, 1) } else { (theta_heads, heads) };
@@ -193,7 +191,7 @@ impl Tables {
             frequencies,
             gathered,
             last: None,
-            fill: Self::fill_by::<S>,
+            fill: Self::fill::<S>,
         }
     }
 
@@ -216,17 +214,7 @@ impl Tables {
     }
 
     /// Fills in the angles of neighbouring tokens, from the tile's first on.
-    pub(super) fn fill(
-        &mut self,
-        plan: &AnglePlan<'_>,
-        batch: usize,
-        tokens: Range<usize>,
-        heads: Range<usize>,
-    ) {
-        (self.fill)(self, plan, batch, tokens, heads);
-    }
-
-    fn fill_by<S: Simd>(
+    fn fill<S: Simd>(
         &mut self,
         plan: &AnglePlan<'_>,
         batch: usize,

@@ -46,16 +46,70 @@ pub(super) fn interleaved<S: Simd>(batch: usize) -> usize {
 }
 
 impl<E: Encoding> Walk<'_, '_, E> {
-    /// Calls `work` with all rows of a task, tile by tile, the batch inside, `entries` at once.
-    pub(super) fn for_each_sub_tile<S: Simd, const I: usize, const O: usize>(
+    /// Calls `work` with all rows of a task, tile by tile, the batch inside, `entries` at once. It is the same
+    /// code for all instruction sets.
+    pub(super) fn for_each_sub_tile<const I: usize, const O: usize>(
         &self,
+        mut tables: Tables,
         rows: &mut TaskRows<'_, I, O>,
         entries: usize,
         work: &mut dyn FnMut(&mut TaskRows<'_, I, O>, &SubTile<'_>),
     ) {
-        let tables =
-            Tables::new::<S>(&self.plan.angles, self.encoding.angle_step(), self.plan.tile);
-        walk(self.plan, self.first, tables, rows, entries, work);
+        let plan = self.plan;
+        let angles = &plan.angles;
+        let (range, per_token) = (rows.range(), plan.batch * plan.heads);
+        let (first, end) = (range.start / per_token, range.end.div_ceil(per_token));
+        let (per_batch, [tile_tokens, tile_heads]) = (angles.per_batch(), plan.tile);
+        let most = if per_batch { 1 } else { entries };
+        for t0 in (first..end).step_by(tile_tokens) {
+            let t1 = (t0 + tile_tokens).min(end);
+            let tokens = self.first + t0..self.first + t1;
+            for h0 in (0..plan.heads).step_by(tile_heads) {
+                let h1 = (h0 + tile_heads).min(plan.heads);
+                if !per_batch && (h0 == 0 || !angles.shared) {
+                    tables.keep_off(angles, rows.output_address([t0, 0, h0]));
+                    (tables.fill)(&mut tables, angles, 0, tokens.clone(), h0..h1);
+                }
+                let mut batch = 0;
+                while batch < plan.batch {
+                    // The first and the last token of a task may be shared with others, between batch
+                    // entries.
+                    let begins = |b: usize| (t0 * plan.batch + b) * plan.heads >= range.start;
+                    let ends = |b: usize| ((t1 - 1) * plan.batch + b) * plan.heads < range.end;
+                    let (whole_first, whole_last) = (begins(batch), ends(batch));
+                    let (from, to) =
+                        (t0 + usize::from(!whole_first), t1 - usize::from(!whole_last));
+                    let entry = batch;
+                    batch += 1;
+                    while batch < plan.batch.min(entry + most)
+                        && begins(batch) == whole_first
+                        && ends(batch) == whole_last
+                    {
+                        batch += 1;
+                    }
+                    if from >= to {
+                        continue;
+                    }
+                    if per_batch {
+                        (tables.fill)(&mut tables, angles, entry, tokens.clone(), h0..h1);
+                    }
+                    // One sub-tile ahead is enough: two to four were no faster.
+                    let next = if batch < plan.batch {
+                        [from, batch, h0]
+                    } else if h1 < plan.heads {
+                        [t0, 0, h1]
+                    } else {
+                        [t1, 0, 0]
+                    };
+                    let (first, entries, slot) = ([from, entry, h0], batch - entry, from - t0);
+                    let tile = Tile { first, rows: [to - from, h1 - h0], entries, next };
+                    let tables = tables.rows(angles, slot, tile.rows);
+                    let loops = Loops { rows: tile.rows, entries, tables };
+                    let last = per_batch || batch == plan.batch;
+                    work(rows, &SubTile { tile, slot, last, loops });
+                }
+            }
+        }
     }
 
     /// The numbers that were saved for the columns of a sub-tile, one for each number of scratch, from its
@@ -65,69 +119,5 @@ impl<E: Encoding> Walk<'_, '_, E> {
         let ([_, batch, head], width) = (tile.first, self.plan.segments.width());
         let at = (batch * self.plan.heads + head) * width;
         all.get(at..at + tile.rows[1] * width).unwrap_or_default()
-    }
-}
-
-/// [`Walk::for_each_sub_tile`], compiled once for all encodings and instruction sets.
-fn walk<const I: usize, const O: usize>(
-    plan: &Plan<'_>,
-    first_token: usize,
-    mut tables: Tables,
-    rows: &mut TaskRows<'_, I, O>,
-    entries: usize,
-    work: &mut dyn FnMut(&mut TaskRows<'_, I, O>, &SubTile<'_>),
-) {
-    let angles = &plan.angles;
-    let (range, per_token) = (rows.range(), plan.batch * plan.heads);
-    let (first, end) = (range.start / per_token, range.end.div_ceil(per_token));
-    let (per_batch, [tile_tokens, tile_heads]) = (angles.per_batch(), plan.tile);
-    let most = if per_batch { 1 } else { entries };
-    for t0 in (first..end).step_by(tile_tokens) {
-        let t1 = (t0 + tile_tokens).min(end);
-        let tokens = first_token + t0..first_token + t1;
-        for h0 in (0..plan.heads).step_by(tile_heads) {
-            let h1 = (h0 + tile_heads).min(plan.heads);
-            if !per_batch && (h0 == 0 || !angles.shared) {
-                tables.keep_off(angles, rows.output_address([t0, 0, h0]));
-                tables.fill(angles, 0, tokens.clone(), h0..h1);
-            }
-            let mut batch = 0;
-            while batch < plan.batch {
-                // The first and the last token of a task may be shared with others, between batch
-                // entries.
-                let begins = |b: usize| (t0 * plan.batch + b) * plan.heads >= range.start;
-                let ends = |b: usize| ((t1 - 1) * plan.batch + b) * plan.heads < range.end;
-                let (whole_first, whole_last) = (begins(batch), ends(batch));
-                let (from, to) = (t0 + usize::from(!whole_first), t1 - usize::from(!whole_last));
-                let entry = batch;
-                batch += 1;
-                while batch < plan.batch.min(entry + most)
-                    && begins(batch) == whole_first
-                    && ends(batch) == whole_last
-                {
-                    batch += 1;
-                }
-                if from >= to {
-                    continue;
-                }
-                if per_batch {
-                    tables.fill(angles, entry, tokens.clone(), h0..h1);
-                }
-                // One sub-tile ahead is enough: two to four were no faster.
-                let next = if batch < plan.batch {
-                    [from, batch, h0]
-                } else if h1 < plan.heads {
-                    [t0, 0, h1]
-                } else {
-                    [t1, 0, 0]
-                };
-                let (first, entries, slot) = ([from, entry, h0], batch - entry, from - t0);
-                let tile = Tile { first, rows: [to - from, h1 - h0], entries, next };
-                let tables = tables.rows(angles, slot, tile.rows);
-                let loops = Loops { rows: tile.rows, entries, tables };
-                let last = per_batch || batch == plan.batch;
-                work(rows, &SubTile { tile, slot, last, loops });
-            }
-        }
     }
 }

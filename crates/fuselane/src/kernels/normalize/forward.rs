@@ -211,6 +211,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
     }
 
     /// Normalizes tile by tile. The passes are behind pointers, so that this is compiled once for all.
+    #[inline(never)]
     fn drive(
         &mut self,
         [centers, pipelined]: [bool; 2],
@@ -434,7 +435,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
             move || {
                 let (len, saved_width) = (this.len, this.width_if(parts.0.saves_p()));
                 let OperandRows { inputs, outputs: [o, sum], .. } = &mut *this.rows;
-                let mut o = tile_sink::<S, O>(o, &tile, this.non_temporal[0]);
+                let mut o = tile_sink::<S, O>(o, tile, this.non_temporal[0]);
                 for (slot, (row, next)) in tile.clone().zip(next.clone()).enumerate() {
                     let saved = &mut this.saved[slot * saved_width..][..saved_width];
                     let sources =
@@ -476,7 +477,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
             #[inline(always)]
             move || {
                 let (len, half) = (this.len, tile.len() / 2);
-                let ahead = Prefetch::L1(this.bytes(&tile) as isize);
+                let ahead = Prefetch::L1(this.bytes(tile) as isize);
                 let OperandRows { inputs, outputs: [o, sum], .. } = &mut *this.rows;
                 let o = o.slice(tile.start, tile.len());
                 let (o, sum) = (o.parts::<2>(), sum.slice(next.start, next.len()).parts::<2>());

@@ -51,11 +51,11 @@ fn invert<S: Simd>(sums: &mut [Lane], zero_masked: bool) {
 /// The maximum of each column, but 0 where that is minus infinity, and where all elements are `within`
 /// some distance of 0. Of any value where a column has a NaN.
 fn shifts<S: Simd>(x: InputRows<'_, S::Elem>, within: Option<f32>, shift: &mut [Lane]) {
-    let (zero, least) = (V::zero(), V::splat(f32::NEG_INFINITY));
-    let within = V::splat(within.unwrap_or(-1.0));
     S::call(
         #[inline(always)]
         move || {
+            let (zero, least) = (V::zero(), V::splat(f32::NEG_INFINITY));
+            let within = V::splat(within.unwrap_or(-1.0));
             sweep::<S>(
                 x.len(),
                 #[inline(always)]

@@ -14,14 +14,9 @@ impl<S: Simd> Power<S> {
     /// e^-u * 2^`shift` for u whose n + shift stays within -126..=127.
     #[inline(always)]
     pub(super) fn minus(u: V<S>, shift: f32) -> Self {
-        S::apart(
-            #[inline(always)]
-            || {
-                let (n, scale) = Self::halvings(u, shift);
-                let r = n.mul_add(V::splat(LN2_LOW), n.mul_add(V::splat(LN2_HIGH), u));
-                Self::reduced(r, scale)
-            },
-        )
+        let (n, scale) = Self::halvings(u, shift);
+        let r = n.mul_add(V::splat(LN2_LOW), n.mul_add(V::splat(LN2_HIGH), u));
+        Self::reduced(r, scale)
     }
 
     /// As [`Power::minus`], for an argument `u + low` with |low| below an ulp or so of u. At
@@ -78,31 +73,26 @@ impl<S: Simd> V<S> {
     /// fitted on ±0.694; its relative error is 2^-26.
     #[inline(always)]
     pub(crate) fn exp(self) -> Self {
-        S::apart(
-            #[inline(always)]
-            || {
-                let x = self.clamp(-104.0, 89.0);
-                let magic = V::splat(ROUND_MAGIC + 127.0);
-                let rounded = x.mul_add(V::splat(0.5 * LOG2_E), magic);
-                let n = rounded - magic;
-                let r = n.neg_mul_add(V::splat(2.0 * LN2_HIGH), x);
-                let r = n.neg_mul_add(V::splat(2.0 * LN2_LOW), r);
-                let fraction = polynomial(
-                    r,
-                    [
-                        0.000_196_305_7,
-                        0.001_410_553_2,
-                        0.008_335_964,
-                        0.041_661_195,
-                        0.166_666_16,
-                        0.500_000_36,
-                        1.0,
-                        1.0,
-                    ],
-                );
-                let root = V(S::exp2_of_magic(rounded.0));
-                fraction * root * root
-            },
-        )
+        let x = self.clamp(-104.0, 89.0);
+        let magic = V::splat(ROUND_MAGIC + 127.0);
+        let rounded = x.mul_add(V::splat(0.5 * LOG2_E), magic);
+        let n = rounded - magic;
+        let r = n.neg_mul_add(V::splat(2.0 * LN2_HIGH), x);
+        let r = n.neg_mul_add(V::splat(2.0 * LN2_LOW), r);
+        let fraction = polynomial(
+            r,
+            [
+                0.000_196_305_7,
+                0.001_410_553_2,
+                0.008_335_964,
+                0.041_661_195,
+                0.166_666_16,
+                0.500_000_36,
+                1.0,
+                1.0,
+            ],
+        );
+        let root = V(S::exp2_of_magic(rounded.0));
+        fraction * root * root
     }
 }

@@ -62,13 +62,17 @@ const DOWN: f32 = 1.0 / UP;
 /// iterations are independent, so the CPU has other work while a step waits for the one before.
 #[inline(always)]
 fn polynomial<S: Simd, const K: usize>(x: V<S>, coefficients: [f32; K]) -> V<S> {
-    let mut sum = V::splat(coefficients[0]);
-    let mut k = 1;
-    while k < K {
-        sum = sum.mul_add(x, V::splat(coefficients[k]));
-        k += 1;
-    }
-    sum
+    S::apart(
+        #[inline(always)]
+        || {
+            let (mut sum, mut k) = (V::splat(coefficients[0]), 1);
+            while k < K {
+                sum = sum.mul_add(x, V::splat(coefficients[k]));
+                k += 1;
+            }
+            sum
+        },
+    )
 }
 
 /// The argument cut at `high`, and what that takes away: zero (with the sign that a sum with it
