@@ -30,7 +30,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::exec::scratch::Plain;
-use crate::view::{MAX_RANK, View, ViewMut};
+use crate::view::{self, View, ViewMut};
 
 /// The size and alignment of a huge page, and the alignment of large blocks.
 const HUGE: usize = 2 << 20;
@@ -99,12 +99,9 @@ fn to_place(address: usize, turn: usize) -> usize {
 
 impl Block {
     /// Large blocks begin at different multiples of a huge page, modulo sixteen of them. The
-    /// first-level caches of AMD's CPUs find a line by a hash of its address, and hold one line
-    /// of a hash and set: rows of two tensors that are a multiple of 256 MiB apart
-    /// push each other out. (Norm with a gate backward, bf16, Zen 4: 4.8 ms, and 7.4 if all tensors
-    /// are; a system that places blocks as it likes gave 4.9 in some processes and 6.0 in most.)
-    /// Address space that is not touched takes no memory, where the allocator gets large blocks from
-    /// the system, as most do.
+    /// first-level caches of AMD's CPUs find a line by a hash of its address: rows of two tensors that
+    /// are a multiple of 256 MiB apart push each other out. (Norm with a gate backward, bf16, Zen 4:
+    /// 4.8 ms, and 7.4 if all tensors are.) Address space that is not touched takes no memory.
     fn new(bytes: usize) -> Option<Self> {
         static TURN: AtomicUsize = AtomicUsize::new(0);
         Self::at(bytes, TURN.fetch_add(1, Ordering::Relaxed))
@@ -281,8 +278,7 @@ fn give_back(block: Block) {
 pub struct Buffer {
     block: Option<Block>,
     dtype: DType,
-    rank: usize,
-    shape: [usize; MAX_RANK],
+    layout: view::Layout,
 }
 
 impl Buffer {
@@ -296,27 +292,32 @@ impl Buffer {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn unfilled(dtype: DType, shape: &[usize]) -> Result<Self> {
-        // The shape's checks are those of a view.
-        let dense: View<'_> = View::dense_shape(dtype, shape)?;
-        let bytes = dense.len() * dtype.size();
-        let mut kept = [1; MAX_RANK];
-        kept[..shape.len()].copy_from_slice(shape);
-        Ok(Self { block: Some(take(bytes)?), dtype, rank: shape.len(), shape: kept })
+        let layout = view::Layout::contiguous(shape)?;
+        Ok(Self { block: Some(take(layout.len() * dtype.size())?), dtype, layout })
+    }
+
+    /// A tensor that `fill` has written.
+    pub(crate) fn filled(
+        dtype: DType,
+        shape: &[usize],
+        fill: impl FnOnce(ViewMut<'_>) -> Result<()>,
+    ) -> Result<Self> {
+        let mut buffer = Self::unfilled(dtype, shape)?;
+        fill(buffer.view_mut())?;
+        Ok(buffer)
     }
 
     /// A tensor of zeros.
     pub fn zeros(dtype: DType, shape: &[usize]) -> Result<Self> {
-        let mut buffer = Self::unfilled(dtype, shape)?;
-        let bytes = buffer.len() * dtype.size();
+        let buffer = Self::unfilled(dtype, shape)?;
         // SAFETY: the block holds at least the bytes of the shape.
-        unsafe { buffer.ptr().write_bytes(0, bytes) };
-        buffer.shape[..].iter_mut().skip(buffer.rank).for_each(|s| *s = 1);
+        unsafe { buffer.ptr().write_bytes(0, buffer.len() * dtype.size()) };
         Ok(buffer)
     }
 
     /// The size of each dimension.
     pub fn shape(&self) -> &[usize] {
-        &self.shape[..self.rank]
+        self.layout.shape()
     }
 
     /// The element type.
@@ -326,7 +327,7 @@ impl Buffer {
 
     /// The number of elements.
     pub fn len(&self) -> usize {
-        self.shape().iter().product()
+        self.layout.len()
     }
 
     /// Whether some dimension is zero.
@@ -338,41 +339,23 @@ impl Buffer {
         self.block.as_ref().map_or(std::ptr::null_mut(), |b| b.ptr.as_ptr())
     }
 
-    fn strides(&self) -> [isize; MAX_RANK] {
-        let mut strides = [1; MAX_RANK];
-        for i in (1..self.rank).rev() {
-            strides[i - 1] = strides[i] * self.shape[i].max(1) as isize;
-        }
-        strides
-    }
-
     /// A view to read.
     pub fn view(&self) -> View<'_> {
-        // SAFETY: the block holds the elements of this dense shape, initialised, and outlives the
+        // SAFETY: the block holds the elements of this dense layout, initialised, and outlives the
         // borrow of `self`.
-        let view = unsafe {
-            View::from_raw(self.ptr(), self.dtype, self.shape(), &self.strides()[..self.rank])
-        };
-        view.unwrap_or_else(|_| unreachable!("the shape was checked when the buffer was made"))
+        unsafe { View::over(self.ptr(), self.dtype, self.layout) }
     }
 
     /// A view to write.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
         // SAFETY: as for `view`, and the borrow is exclusive.
-        let view = unsafe {
-            ViewMut::from_raw(self.ptr(), self.dtype, self.shape(), &self.strides()[..self.rank])
-        };
-        view.unwrap_or_else(|_| unreachable!("the shape was checked when the buffer was made"))
+        unsafe { ViewMut::over(self.ptr(), self.dtype, self.layout) }
     }
 
     fn check<T: Element>(&self) -> Result<()> {
         if T::DTYPE != self.dtype {
-            return Err(Error::new(
-                "buffer",
-                "slice",
-                format!("is of {}", T::DTYPE),
-                format!("{} (dtype of the buffer)", self.dtype),
-            ));
+            let expected = format!("{} (dtype of the buffer)", self.dtype);
+            return Err(Error::new("buffer", "slice", format!("is of {}", T::DTYPE), expected));
         }
         Ok(())
     }

@@ -20,12 +20,13 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::contiguous_last;
+use super::{contiguous_last, double};
 use crate::error::{Error, Result};
 use crate::exec::operands::{Named, Operands};
 use crate::exec::rows::Rows;
 use crate::kernels::act::{Backward, BackwardFromOutput, Forward, InPlace};
 use crate::pool::Buffer;
+use crate::reference::act;
 use crate::simd::dispatch;
 use crate::view::{View, ViewMut};
 use crate::{DType, isa};
@@ -119,13 +120,11 @@ impl Act {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn forward_into(self, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
-        if x.dtype() == DType::F64 {
-            return self.forward_double(x, o);
-        }
         let rows = checked([("x", x)], ("o", o))?;
-        let (isa, non_temporal) = (isa(), rows.non_temporal());
-        rows.for_each_task(1, |task| {
-            dispatch(isa, rows.dtype(), Forward { act: self, rows: task, non_temporal });
+        let (isa, dtype, non_temporal) = (isa(), rows.dtype(), rows.non_temporal());
+        rows.for_each_task(1, |rows| match dtype {
+            DType::F64 => double::each_element(rows, |[x]| act::forward(self, x)),
+            _ => dispatch(isa, dtype, Forward { act: self, rows, non_temporal }),
         });
         Ok(())
     }
@@ -159,9 +158,7 @@ impl Act {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn forward(self, x: View<'_>) -> Result<Buffer> {
-        let mut o = Buffer::unfilled(x.dtype(), x.shape())?;
-        self.forward_into(x, o.view_mut())?;
-        Ok(o)
+        Buffer::filled(x.dtype(), x.shape(), |o| self.forward_into(x, o))
     }
 
     /// Replaces x by `f(x)`. For [`Act::None`] this touches nothing.
@@ -177,13 +174,11 @@ impl Act {
         if self == Self::None {
             return Ok(());
         }
-        if x.dtype() == DType::F64 {
-            return self.forward_double_in_place(x);
-        }
         let rows = checked_in_place(x)?;
-        let isa = isa();
-        rows.for_each_task(1, |task| {
-            dispatch(isa, rows.dtype(), InPlace { act: self, rows: task })
+        let (isa, dtype) = (isa(), rows.dtype());
+        rows.for_each_task(1, |rows| match dtype {
+            DType::F64 => double::each_element_in_place(rows, |x| act::forward(self, x)),
+            _ => dispatch(isa, dtype, InPlace { act: self, rows }),
         });
         Ok(())
     }
@@ -207,13 +202,11 @@ impl Act {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(self, x: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
-        if x.dtype() == DType::F64 {
-            return self.backward_double(x, grad, dx);
-        }
         let rows = checked([("x", x), ("grad", grad)], ("dx", dx))?;
-        let (isa, non_temporal) = (isa(), rows.non_temporal());
-        rows.for_each_task(1, |task| {
-            dispatch(isa, rows.dtype(), Backward { act: self, rows: task, non_temporal });
+        let (isa, dtype, non_temporal) = (isa(), rows.dtype(), rows.non_temporal());
+        rows.for_each_task(1, |rows| match dtype {
+            DType::F64 => double::each_element(rows, |[x, grad]| act::backward(self, x, grad)),
+            _ => dispatch(isa, dtype, Backward { act: self, rows, non_temporal }),
         });
         Ok(())
     }
@@ -225,9 +218,7 @@ impl Act {
 
     /// `dx` of [`Act::backward_into`] in a buffer from the pool.
     pub fn backward(self, x: View<'_>, grad: View<'_>) -> Result<Buffer> {
-        let mut dx = Buffer::unfilled(x.dtype(), x.shape())?;
-        self.backward_into(x, grad, dx.view_mut())?;
-        Ok(dx)
+        Buffer::filled(x.dtype(), x.shape(), |dx| self.backward_into(x, grad, dx))
     }
 
     /// Whether [`Act::backward_from_output_into`] can do without x.
@@ -254,13 +245,13 @@ impl Act {
         grad: View<'_>,
         dx: ViewMut<'_>,
     ) -> Result<()> {
-        if o.dtype() == DType::F64 {
-            return self.backward_double_from_output(o, grad, dx);
-        }
         let rows = self.checked_from_output(o, grad, dx)?;
-        let (isa, non_temporal) = (isa(), rows.non_temporal());
-        rows.for_each_task(1, |task| {
-            dispatch(isa, rows.dtype(), BackwardFromOutput { act: self, rows: task, non_temporal });
+        let (isa, dtype, non_temporal) = (isa(), rows.dtype(), rows.non_temporal());
+        rows.for_each_task(1, |rows| match dtype {
+            DType::F64 => {
+                double::each_element(rows, |[o, grad]| act::backward_from_output(self, o, grad))
+            }
+            _ => dispatch(isa, dtype, BackwardFromOutput { act: self, rows, non_temporal }),
         });
         Ok(())
     }
@@ -291,9 +282,7 @@ impl Act {
 
     /// `dx` of [`Act::backward_from_output_into`] in a buffer from the pool.
     pub fn backward_from_output(self, o: View<'_>, grad: View<'_>) -> Result<Buffer> {
-        let mut dx = Buffer::unfilled(o.dtype(), o.shape())?;
-        self.backward_from_output_into(o, grad, dx.view_mut())?;
-        Ok(dx)
+        Buffer::filled(o.dtype(), o.shape(), |dx| self.backward_from_output_into(o, grad, dx))
     }
 }
 

@@ -15,6 +15,7 @@ use std::ops::Range;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::exec::operands::wrong_shape;
 use crate::exec::scratch::Scratch;
 use crate::isa;
 use crate::kernels::encode::SinCos;
@@ -148,19 +149,16 @@ impl AngleSplit {
         axes: usize,
     ) -> Result<Self> {
         let &[theta_heads, theta_columns] = theta.shape() else {
-            return Err(Error::new(
-                operator,
-                "theta",
-                format!("has shape {:?}", theta.shape()),
-                "(heads, frequencies), (1, frequencies) or (heads, 1)",
-            ));
+            let expected = "(heads, frequencies), (1, frequencies) or (heads, 1)";
+            return Err(wrong_shape(operator, "theta", theta, expected));
         };
         let per_axis = if theta_columns == 1 { count.div_ceil(axes.max(1)) } else { theta_columns };
         if per_axis.saturating_mul(axes) < count {
+            let got = format!("has {theta_columns} frequencies for each of {axes} axes");
             return Err(Error::new(
                 operator,
                 "theta",
-                format!("has {theta_columns} frequencies for each of {axes} axes"),
+                got,
                 format!("at least {count} angles in all"),
             ));
         }
@@ -170,12 +168,8 @@ impl AngleSplit {
     /// Heads have to be the call's, or one for all.
     fn check_heads(&self, operator: &'static str, name: &'static str, heads: usize) -> Result<()> {
         if self.theta_heads != 1 && self.theta_heads != heads {
-            return Err(Error::new(
-                operator,
-                name,
-                format!("has {} heads", self.theta_heads),
-                format!("1 or {heads} (heads of x)"),
-            ));
+            let got = format!("has {} heads", self.theta_heads);
+            return Err(Error::new(operator, name, got, format!("1 or {heads} (heads of x)")));
         }
         Ok(())
     }
@@ -381,12 +375,8 @@ impl AngleTable {
 fn room<R>(operator: &'static str, total: usize) -> Result<[Vec<R>; 2]> {
     let [mut cos, mut sin] = [const { Vec::new() }; 2];
     if cos.try_reserve_exact(total).is_err() || sin.try_reserve_exact(total).is_err() {
-        return Err(Error::new(
-            operator,
-            "positions",
-            format!("need a table of {} bytes", 2 * total * size_of::<R>()),
-            "memory for it",
-        ));
+        let got = format!("need a table of {} bytes", 2 * total * size_of::<R>());
+        return Err(Error::new(operator, "positions", got, "memory for it"));
     }
     Ok([cos, sin])
 }

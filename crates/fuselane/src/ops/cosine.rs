@@ -109,7 +109,7 @@ impl Cosine<'_> {
         angles: Angles<'_>,
         mut o: ViewMut<'_>,
     ) -> Result<plan::Encoding> {
-        encode::check_forward(self, x, angles, &mut o)
+        Ok(encode::check_forward(self, x, angles, &mut o)?.1)
     }
 
     /// The encoded `x` in a buffer from the pool.
@@ -144,7 +144,7 @@ impl Cosine<'_> {
     /// [`Cosine::check_forward`]. A call with neither x nor dx asks for nothing, and comes to an
     /// encoding without tokens.
     pub fn check_backward(&self, mut call: CosineBackward<'_>) -> Result<plan::Encoding> {
-        encode::check_backward(self, &mut call)
+        Ok(encode::check_backward(self, &mut call)?.1)
     }
 
     /// `dx` of [`Cosine::backward_into`] in a buffer from the pool.

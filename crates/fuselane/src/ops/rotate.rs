@@ -126,7 +126,7 @@ impl Rotate<'_> {
         angles: Angles<'_>,
         mut o: ViewMut<'_>,
     ) -> Result<plan::Encoding> {
-        encode::check_forward(self, x, angles, &mut o)
+        Ok(encode::check_forward(self, x, angles, &mut o)?.1)
     }
 
     /// The rotated `x` in a buffer from the pool.
@@ -160,7 +160,7 @@ impl Rotate<'_> {
     /// [`Rotate::check_forward`]. A call with neither x nor dx asks for nothing, and comes to an
     /// encoding without tokens.
     pub fn check_backward(&self, mut call: RotateBackward<'_>) -> Result<plan::Encoding> {
-        encode::check_backward(self, &mut call)
+        Ok(encode::check_backward(self, &mut call)?.1)
     }
 
     /// `dx` of [`Rotate::backward_into`] in a buffer from the pool.
@@ -187,11 +187,7 @@ impl Options for Rotate<'_> {
 
     /// Which features turn.
     fn encoding(&self, angles: Angles<'_>, d: usize) -> Result<Rotation> {
-        let axes = match self.positions {
-            Positions::Grid(shape) => shape.len(),
-            _ => 1,
-        };
-        let most = d / 2;
+        let (axes, most) = (self.common().placement.axes(), d / 2);
         let given = match angles {
             Angles::Table(table) => table.count(),
             Angles::Theta(theta) => match theta.shape() {
@@ -200,26 +196,20 @@ impl Options for Rotate<'_> {
                 _ => 0, // refused when the angles are checked
             },
         };
+        let too_many = |argument, got: String, of: &str| {
+            let expected = format!("at most {most} ({of} {d} features)");
+            Err(Error::new("rotate", argument, got, expected))
+        };
         // Frequencies for pairs that do not exist are a mistake, but a grid's may not come out even.
         if let Angles::Theta(theta) = angles
             && let [_, columns] = *theta.shape()
             && columns > most.max(1)
         {
-            return Err(Error::new(
-                "rotate",
-                "theta",
-                format!("has {columns} frequencies"),
-                format!("at most {most} (pairs of {d} features)"),
-            ));
+            return too_many("theta", format!("has {columns} frequencies"), "pairs of");
         }
         let pairs = self.pairs.unwrap_or(given);
         if pairs > most {
-            return Err(Error::new(
-                "rotate",
-                "pairs",
-                format!("is {pairs}"),
-                format!("at most {most} (half of {d} features)"),
-            ));
+            return too_many("pairs", format!("is {pairs}"), "half of");
         }
         let second = match (self.pairing, self.partial) {
             (Pairing::Interleaved, _) => None,
