@@ -1,13 +1,13 @@
 //! Reusable output memory.
 //!
-//! On most systems a fresh large output costs several times what a memory-speed kernel costs: the
-//! system maps and clears each of its pages at the first touch. So the convenience forms of the
-//! operators return a [`Buffer`], whose memory comes from a process-wide pool and goes back to it
-//! when dropped. Large blocks are aligned to 2 MiB and, on Linux, advised to use huge pages.
+//! A fresh large output costs several times what a kernel takes, as the system maps and clears each page
+//! at the first touch. So the short forms of the operators return a [`Buffer`], whose memory comes from a
+//! process-wide pool and goes back to it when dropped. Large blocks are aligned to 2 MiB and, on Linux,
+//! advised to use huge pages.
 //!
-//! The pool keeps at most [`limit`] bytes of unused blocks (a quarter of the machine's memory
-//! unless [`set_limit`] says otherwise), gives all of them back on [`trim`], and keeps none after
-//! `set_limit(0)` or with the environment variable `FUSELANE_POOL=0`.
+//! The pool keeps at most [`limit`] bytes of unused blocks (a quarter of the machine's memory unless
+//! [`set_limit`] says otherwise), and none after `set_limit(0)` or with `FUSELANE_POOL=0` in the
+//! environment; [`trim`] gives all of them back.
 //!
 //! ```
 //! use fuselane::{Act, View, pool};
@@ -129,9 +129,8 @@ impl Block {
     }
 }
 
-/// The size of a new block for `bytes`: whole pages for large ones, so that a tensor takes hardly
-/// more than itself; steps of a sixteenth or less of the next power of two for others, at least a
-/// cache line. `None` when it cannot exist.
+/// The size of a new block for `bytes`: whole pages for large ones; for others steps of a sixteenth of
+/// the next power of two, at least a cache line. `None` when it cannot exist.
 fn class(bytes: usize) -> Option<usize> {
     let unit = match bytes {
         HUGE.. => PAGE,
@@ -211,22 +210,17 @@ pub fn stats() -> Stats {
 }
 
 impl Pool {
-    /// A kept block in which one of size `class` fits; where there is none, the caller is expected
-    /// to make one of that size.
+    /// A kept block in which one of size `class` fits; where there is none, the caller makes one.
     fn take(&mut self, class: usize) -> Option<Block> {
         let mut fits = self.free.range_mut(class..=largest_fit(class));
         let kept = fits.find_map(|(_, blocks)| blocks.pop());
-        match &kept {
-            Some(block) => {
-                self.stats.used_bytes += block.bytes;
-                self.stats.held_bytes -= block.bytes;
-                self.stats.reused += 1;
-            }
-            None => {
-                self.stats.used_bytes += class;
-                self.stats.fresh += 1;
-            }
+        if let Some(block) = &kept {
+            self.stats.held_bytes -= block.bytes;
+            self.stats.reused += 1;
+        } else {
+            self.stats.fresh += 1;
         }
+        self.stats.used_bytes += kept.as_ref().map_or(class, |block| block.bytes);
         kept
     }
 
@@ -258,11 +252,6 @@ fn take(bytes: usize) -> Result<Block> {
         pool().stats.used_bytes -= class;
         too_large()
     })
-}
-
-fn give_back(block: Block) {
-    let beyond = pool().give_back(block, limit());
-    drop(beyond); // outside the lock
 }
 
 /// An owned dense tensor whose memory comes from the pool and goes back to it.
@@ -384,7 +373,8 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         if let Some(block) = self.block.take() {
-            give_back(block);
+            let beyond = pool().give_back(block, limit());
+            drop(beyond); // outside the lock
         }
     }
 }

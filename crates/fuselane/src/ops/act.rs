@@ -12,10 +12,8 @@
 //! | softplus | ln(1 + exp x) | s(x) |
 //! | relu_squared | max(x, 0)^2 | 2 max(x, 0) |
 //!
-//! NaN gives NaN, as it does in PyTorch; the gradients of relu
-//! and relu_squared are 0 where x <= 0, whatever arrives.
-//! Any shape works, and any strides as long as one dimension is contiguous in all tensors of
-//! the call.
+//! NaN gives NaN; the gradients of relu and relu_squared are 0 where x <= 0, whatever arrives.
+//! Any shape works, and any strides as long as one dimension is contiguous in all tensors of the call.
 
 use std::fmt;
 use std::str::FromStr;
@@ -85,11 +83,11 @@ impl Act {
     }
 }
 
-/// Elements that a thread works on between looks at its row: a few vectors' worth of overhead is
-/// lost in it, and it stays in the first-level cache.
+/// Elements of a row of a task: enough to make a row's overhead small, and few enough for the first-level
+/// cache.
 const TILE: usize = 9216;
 
-/// The rows of a call whose operands all look like the first input. Nothing is read or written.
+/// The rows of a call whose operands all look like the first input.
 fn checked<'a, const I: usize>(
     inputs: [Named<View<'a>>; I],
     (name, output): Named<ViewMut<'a>>,
@@ -101,7 +99,7 @@ fn checked<'a, const I: usize>(
     Ok(Rows::new("act", operands)?.merged(true).tiled(TILE))
 }
 
-/// The rows of a call that replaces x. Nothing is read or written.
+/// The rows of a call that replaces x.
 fn checked_in_place(x: ViewMut<'_>) -> Result<Rows<'_, 0, 1>> {
     let ([], x, _) = contiguous_last([], x)?;
     let like = View::dense_shape(x.dtype(), x.shape())?;
@@ -129,8 +127,8 @@ impl Act {
         Ok(())
     }
 
-    /// The checks of [`Act::forward_into`], without the call: no element is read or written, so
-    /// that the views may stand for memory that only another device can reach.
+    /// The checks of [`Act::forward_into`] alone. No element is read or written: views may stand for
+    /// another device's memory.
     ///
     /// ```
     /// use fuselane::{Act, DType, View, ViewMut};
@@ -183,7 +181,7 @@ impl Act {
         Ok(())
     }
 
-    /// The checks of [`Act::forward_in_place`], without the call; see [`Act::check_forward`].
+    /// The checks of [`Act::forward_in_place`] alone; see [`Act::check_forward`].
     pub fn check_in_place(self, x: ViewMut<'_>) -> Result<()> {
         if self == Self::None {
             return Ok(());
@@ -211,7 +209,7 @@ impl Act {
         Ok(())
     }
 
-    /// The checks of [`Act::backward_into`], without the call; see [`Act::check_forward`].
+    /// The checks of [`Act::backward_into`] alone; see [`Act::check_forward`].
     pub fn check_backward(self, x: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
         checked([("x", x), ("grad", grad)], ("dx", dx)).map(drop)
     }
@@ -226,10 +224,9 @@ impl Act {
         matches!(self, Self::None | Self::Relu | Self::Sigmoid | Self::Tanh)
     }
 
-    /// Writes `dx` from the output `o` of the forward, where that was kept and x was not: for none,
-    /// relu, sigmoid (o (1 - o)) and tanh (1 - o²). It needs no exponential, so it is the faster
-    /// form; but where o is close to 1, its rounding is most of what is left of the slope. That is
-    /// what PyTorch does for sigmoid and tanh.
+    /// Writes `dx` from the output `o` of the forward: for none, relu, sigmoid (o (1 - o)) and tanh
+    /// (1 - o²), as PyTorch does. It needs no exponential, so it is faster; but where o is close to 1, its
+    /// rounding is most of what is left of the slope.
     ///
     /// ```
     /// use fuselane::{Act, View, ViewMut};
@@ -256,8 +253,7 @@ impl Act {
         Ok(())
     }
 
-    /// The checks of [`Act::backward_from_output_into`], without the call; see
-    /// [`Act::check_forward`].
+    /// The checks of [`Act::backward_from_output_into`] alone; see [`Act::check_forward`].
     pub fn check_backward_from_output(
         self,
         o: View<'_>,

@@ -24,17 +24,15 @@
 //! rstd = 1 / sigma and, if centered, the mean of p.
 //!
 //! **Numerics.** Everything is computed in f32 (f64 for f64) and rounded once at the store; what is
-//! normalized is the unrounded sum, of which `residual_out` receives a rounded copy. Sums run in
-//! lanes within chunks of 2,048 elements and in f64 across chunks, so their error does not grow
-//! with d. The mean is taken twice: after a first one m, q0 = p - m has a small mean delta (what
-//! rounding left over), and mean(q0^2) - delta^2 is the variance without cancellation, even where
-//! the mean is a million times the deviation. The backward finds delta anew, so rounding the kept
-//! mean costs nothing.
+//! normalized is the unrounded sum, of which `residual_out` receives a rounded copy. Sums run in lanes
+//! within chunks of 2,048 elements and in f64 across chunks, so that their error does not grow with d.
+//! The mean is taken twice: after a first one m, q0 = p - m has a small mean delta (what rounding left
+//! over), and mean(q0^2) - delta^2 is the variance without cancellation, even where the mean is a
+//! million times the deviation. The backward finds delta anew, so that rounding the kept mean is free.
 //!
 //! **Passes.** To the kernels, each group is a row. A row is read from memory once: the pass that writes
 //! it finds it in the first-level cache, or finds p as the pass before saved it. Short rows go in tiles,
-//! pass by pass. The usual calls have loops of their own, which evaluate a gate on the way; in all others
-//! the loops choose block by block, and the values of a gate are found before.
+//! pass by pass. The usual calls have loops of their own; in all others the loops choose block by block.
 
 #[cfg(test)]
 pub(super) mod tests;
@@ -125,9 +123,9 @@ pub enum Residual<'a> {
     Add(View<'a>),
     /// It is added to x, and the second view receives the sum, rounded to its dtype.
     ///
-    /// A backward may read this sum in the place of x and the residual. In 16 bits, it then works on a p
-    /// that is off by that rounding, while the statistics are those of the unrounded sum. To keep it
-    /// exact, keep x and the residual, and give both to it: see [`NormalizeBackward::residual`].
+    /// A backward may read this sum in the place of x and the residual. In 16 bits, it then works on the
+    /// rounded sum, while the statistics are those of the unrounded one. To be exact, give it x and the
+    /// residual: see [`NormalizeBackward::residual`].
     AddInto(View<'a>, ViewMut<'a>),
     /// It is added to x, and its own memory receives the sum, as with [`Residual::AddInto`].
     AddInPlace(ViewMut<'a>),
@@ -214,8 +212,7 @@ pub struct NormalizeBackward<'a> {
     pub grad_residual_out: Option<View<'a>>,
     /// Receives the gradient of x.
     pub dx: Option<ViewMut<'a>>,
-    /// Receives the gradient of the residual, which has the same values as `dx`: a caller who can
-    /// use one tensor for both leaves this out.
+    /// Receives the gradient of the residual. Its values are those of `dx`, which may serve for both.
     pub dresidual: Option<ViewMut<'a>>,
     /// Receives the gradient of the gate.
     pub dgate: Option<ViewMut<'a>>,
@@ -409,8 +406,8 @@ impl Normalize {
         Ok(())
     }
 
-    /// The checks of [`Normalize::forward_into`], without the call: no element is read or written, so
-    /// that the views may stand for memory that only another device can reach.
+    /// The checks of [`Normalize::forward_into`] alone. No element is read or written: views may stand
+    /// for another device's memory.
     ///
     /// ```
     /// use fuselane::{Normalize, NormalizeForward, View, ViewMut};
@@ -424,8 +421,7 @@ impl Normalize {
         self.checked_forward(&mut call).map(drop)
     }
 
-    /// The rows of a forward, its options as kernels need them, and the length of a row. Nothing is read or
-    /// written.
+    /// The rows of a forward, its options as kernels need them, and the length of a row.
     fn checked_forward<'a>(
         &self,
         call: &'a mut NormalizeForward<'_>,
@@ -576,14 +572,12 @@ impl Normalize {
         Ok(())
     }
 
-    /// The checks of [`Normalize::backward_into`], without the call; see
-    /// [`Normalize::check_forward`].
+    /// The checks of [`Normalize::backward_into`] alone; see [`Normalize::check_forward`].
     pub fn check_backward(&self, mut call: NormalizeBackward<'_>) -> Result<()> {
         self.checked_backward(&mut call).map(drop)
     }
 
-    /// The rows of a backward, its options as kernels need them, and the length of a row. Nothing is read or
-    /// written.
+    /// The rows of a backward, its options as kernels need them, and the length of a row.
     fn checked_backward<'a>(
         &self,
         call: &'a mut NormalizeBackward<'_>,
@@ -650,9 +644,8 @@ impl Normalize {
         Ok((Rows::new(NAME, operands)?, options, d))
     }
 
-    /// The gradients of x and, if there is one, of the weight (in its dtype) in buffers from the
-    /// pool, for the plain case. `kept` comes from [`Normalize::forward_keeping`], whose example
-    /// shows both.
+    /// The gradients of x and, if there is one, of the weight (in its dtype) in buffers from the pool, for
+    /// the plain case. See the example of [`Normalize::forward_keeping`], where `kept` comes from.
     pub fn backward(
         &self,
         grad: View<'_>,

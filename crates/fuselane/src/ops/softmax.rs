@@ -8,27 +8,20 @@
 //!           log    dx = grad - exp(o) * sum over the dimension of grad
 //! ```
 //!
-//! The dimension is the last one (features) or any other (a sequence); no view is transposed and
-//! no second tensor is made.
+//! The dimension may be the last one (features) or any other (a sequence); nothing is transposed.
 //!
-//! **Over the last dimension** a row is read once. Its exponentials are kept in scratch while their
+//! **Over the last dimension** a row is read once: its exponentials are kept in scratch while their
 //! sum is formed, then scaled and written. Short rows go a few at a time, so that the sums and
-//! divisions of one row run behind the exponentials of the next.
+//! divisions of one run behind the exponentials of the next. **Over another dimension** the tensor is
+//! cut into tiles of some columns, which are read for the columns' maxima and sums, then again (from the
+//! cache, where a tile fits) for the output.
 //!
-//! **Over another dimension** the tensor is cut into tiles of some columns. All rows of a tile are
-//! read for the columns' maxima and sums, then again (from the cache, where the tile fits) for the
-//! output.
+//! Sums run in lanes within chunks of elements or rows, and in f64 (or with compensation) across chunks.
+//! Their order depends on the length, and on whether the dimension is the innermost one in memory.
+//! In 16 bits, no maximum is needed where all elements are near 0: see `kernels::softmax`.
 //!
-//! The sums add chunks of elements (or rows) as lanes, and the sums of these chunks in double
-//! precision (or with compensation), so that an error does not grow with the length. Their order
-//! depends on the length, and on whether the dimension is the innermost one in memory.
-//!
-//! In formats of 16 bits, there is no maximum to look for where all elements are near 0: see
-//! `kernels::softmax`.
-//!
-//! A NaN, or a plus infinity, makes its row NaN. A row of nothing but minus infinity is NaN, as in
-//! PyTorch, unless [`Softmax::zero_masked_rows`] is set. The maximum need not see a NaN for that:
-//! the sum does.
+//! A NaN, or plus infinity, makes its row NaN, by way of the sum. A row of nothing but minus infinity is
+//! NaN, as in PyTorch, unless [`Softmax::zero_masked_rows`] is set.
 
 #[cfg(test)]
 mod tests;
@@ -73,9 +66,8 @@ impl Default for Softmax {
     }
 }
 
-/// The most bytes in a row of a column tile, and the least: shorter ones cost more than what a tile
-/// that leaves the second-level cache does. (At 8,192 rows, tiles of 64 bytes took half as long
-/// again forward.) Only for want of tasks they are as short as a cache line.
+/// The most bytes in a row of a column tile, and the least: shorter rows cost more than a tile that leaves
+/// the second-level cache does. Only for want of tasks they are as short as a cache line.
 const TILE_ROW: usize = 512;
 const LEAST_ROW: usize = 256;
 const LINE: usize = 64;
@@ -121,9 +113,8 @@ impl Softmax {
         )
     }
 
-    /// The checks of [`Softmax::forward_into`], without the call, and the dimension that it runs
-    /// along, counted from the first. No element is read or written, so that the views may stand for
-    /// memory that only another device can reach.
+    /// The checks of [`Softmax::forward_into`] alone, and the dimension that it runs along, counted
+    /// from the first. No element is read or written: views may stand for another device's memory.
     ///
     /// ```
     /// use fuselane::{Softmax, View, ViewMut};
@@ -173,8 +164,7 @@ impl Softmax {
         )
     }
 
-    /// The checks of [`Softmax::backward_into`], without the call; see
-    /// [`Softmax::check_forward`].
+    /// The checks of [`Softmax::backward_into`] alone; see [`Softmax::check_forward`].
     pub fn check_backward(&self, o: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<usize> {
         Ok(self.checked([("o", o), ("grad", grad)], ("dx", dx))?.given)
     }
@@ -191,8 +181,8 @@ impl Softmax {
         Buffer::filled(o.dtype(), o.shape(), |dx| self.backward_into(o, grad, dx))
     }
 
-    /// Writes `dx` from the input `x` of the forward, where the output was not kept. The output is
-    /// computed again and not rounded, so this is the more exact form for 16-bit tensors.
+    /// Writes `dx` from the input `x` of the forward. The output is computed again and not rounded, so
+    /// this is the more exact form in 16 bits.
     ///
     /// ```
     /// use fuselane::{Softmax, View, ViewMut};
@@ -221,8 +211,7 @@ impl Softmax {
         )
     }
 
-    /// The checks of [`Softmax::backward_from_input_into`], without the call; see
-    /// [`Softmax::check_forward`].
+    /// The checks of [`Softmax::backward_from_input_into`] alone; see [`Softmax::check_forward`].
     pub fn check_backward_from_input(
         &self,
         x: View<'_>,
@@ -338,13 +327,12 @@ fn arrange<'a, const I: usize>(
     contiguous_last(inputs, output)
 }
 
-/// The columns in a tile, for `outer` tensors of `n` rows of elements of `size` bytes: few enough for
-/// the tile to stay in the second-level cache between its two readings, unless its rows would be too
-/// short to read well, and for every thread to have some tiles. No result depends on it.
+/// The columns in a tile, for `outer` tensors of `n` rows of elements of `size` bytes: few enough for the
+/// tile to stay in the second-level cache between its two readings, and for every thread to have some
+/// tiles, but enough for rows to be read well. No result depends on it.
 fn tile_width(n: usize, columns: usize, outer: usize, size: usize, inputs: usize) -> usize {
     let tasks = 4 * crate::exec::parallel::current_threads();
-    // Half of a cache: the other half is for what is asked for ahead, and for others. (Of 1 MiB, an
-    // eighth took a fifth longer forward and a third longer backward.)
+    // The other half of the cache is for what is asked for ahead, and for others.
     let most = crate::machine::second_level_cache_bytes() / 2;
     let mut width = TILE_ROW / size;
     while width * size > LEAST_ROW && n.saturating_mul(inputs * width * size) > most {
