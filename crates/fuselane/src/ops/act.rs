@@ -242,7 +242,8 @@ impl Act {
         grad: View<'_>,
         dx: ViewMut<'_>,
     ) -> Result<()> {
-        let rows = self.checked_from_output(o, grad, dx)?;
+        self.check_slope_from_output()?;
+        let rows = checked([("o", o), ("grad", grad)], ("dx", dx))?;
         let (isa, dtype, non_temporal) = (isa(), rows.dtype(), rows.non_temporal());
         rows.for_each_task(1, |rows| match dtype {
             DType::F64 => {
@@ -260,20 +261,16 @@ impl Act {
         grad: View<'_>,
         dx: ViewMut<'_>,
     ) -> Result<()> {
-        self.checked_from_output(o, grad, dx).map(drop)
+        self.check_slope_from_output()?;
+        checked([("o", o), ("grad", grad)], ("dx", dx)).map(drop)
     }
 
-    fn checked_from_output<'a>(
-        self,
-        o: View<'a>,
-        grad: View<'a>,
-        dx: ViewMut<'a>,
-    ) -> Result<Rows<'a, 2, 1>> {
+    fn check_slope_from_output(self) -> Result<()> {
         if !self.has_slope_from_output() {
             let expected = "none, relu, sigmoid or tanh (others need x, see backward_into)";
             return Err(Error::new("act", "name", format!("is {self}"), expected));
         }
-        checked([("o", o), ("grad", grad)], ("dx", dx))
+        Ok(())
     }
 
     /// `dx` of [`Act::backward_from_output_into`] in a buffer from the pool.

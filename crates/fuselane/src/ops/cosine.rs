@@ -111,9 +111,9 @@ impl Cosine<'_> {
 
     /// The encoded `x` in a buffer from the pool.
     pub fn forward<'c>(&self, x: View<'_>, angles: impl Into<Angles<'c>>) -> Result<Buffer> {
-        let mut o = encode::output::<Waves>(x)?;
-        self.forward_into(x, angles, o.view_mut())?;
-        Ok(o)
+        let mut shape = x.shape().to_vec();
+        shape.last_mut().into_iter().for_each(|d| *d *= 2);
+        Buffer::filled(x.dtype(), &shape, |o| self.forward_into(x, angles, o))
     }
 
     /// Writes the gradients that are asked for.
@@ -150,10 +150,12 @@ impl Cosine<'_> {
         grad: View<'_>,
         angles: impl Into<Angles<'c>>,
     ) -> Result<Buffer> {
-        let mut dx = encode::gradient::<Waves>(grad)?;
-        let (angles, view) = (angles.into(), dx.view_mut());
-        self.backward_into(CosineBackward { x, grad, angles, dx: Some(view), dtheta: None })?;
-        Ok(dx)
+        let mut shape = grad.shape().to_vec();
+        shape.last_mut().into_iter().for_each(|width| *width /= 2);
+        let angles = angles.into();
+        Buffer::filled(grad.dtype(), &shape, |dx| {
+            self.backward_into(CosineBackward { x, grad, angles, dx: Some(dx), dtheta: None })
+        })
     }
 }
 

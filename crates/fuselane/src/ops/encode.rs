@@ -25,7 +25,6 @@ use crate::kernels::encode::{
 };
 use crate::kernels::lanes::Lane;
 use crate::plan;
-use crate::pool::Buffer;
 use crate::reference::{self, angles::Input};
 use crate::simd::dispatch;
 use crate::view::{View, ViewMut};
@@ -289,25 +288,6 @@ pub(crate) fn forward<O: Options>(
         });
     }
     Ok(())
-}
-
-/// A buffer from the pool for `o`.
-pub(crate) fn output<E: Encoding>(x: View<'_>) -> Result<Buffer> {
-    scaled_last(x, |d| E::OUTPUTS * d)
-}
-
-/// A buffer from the pool for `dx`.
-pub(crate) fn gradient<E: Encoding>(grad: View<'_>) -> Result<Buffer> {
-    scaled_last(grad, |width| width / E::OUTPUTS)
-}
-
-/// A buffer in the shape of a view but for the last dimension.
-fn scaled_last(view: View<'_>, scale: impl Fn(usize) -> usize) -> Result<Buffer> {
-    let mut shape = view.shape().to_vec();
-    if let Some(last) = shape.last_mut() {
-        *last = scale(*last);
-    }
-    Buffer::unfilled(view.dtype(), &shape)
 }
 
 /// Checks a backward, and tells what it comes to: nothing at all, if it asks for nothing. Nothing is

@@ -396,9 +396,8 @@ impl Normalize {
             return Ok(());
         }
         let (dtype, non_temporal) = (rows.dtype(), rows.non_temporal());
-        let (weight, bias_len) = (self.scaled_weight(weight, d), bias.map_or(0, |_| d));
-        let bias = param::widened(bias, bias_len);
-        let (weight, bias) = (&weight[..d], &bias[..bias_len]);
+        let (weight, bias) = (self.scaled_weight(weight, d), param::widened(bias, d));
+        let (weight, bias) = (&weight[..d], if options.bias { &bias[..d] } else { &[] });
         rows.for_each_task(groups, |rows| {
             let kernel = Forward { options, eps, groups, weight, bias, rows, non_temporal };
             dispatch(isa, dtype, kernel);
@@ -540,9 +539,8 @@ impl Normalize {
             return Ok(());
         }
         let (dtype, non_temporal) = (rows.dtype(), rows.non_temporal());
-        let (weight, bias_len) = (self.scaled_weight(weight, d), bias.map_or(0, |_| d));
-        let bias = param::widened(bias, bias_len);
-        let (weight, bias) = (&weight[..d], &bias[..bias_len]);
+        let (weight, bias) = (self.scaled_weight(weight, d), param::widened(bias, d));
+        let (weight, bias) = (&weight[..d], if options.bias { &bias[..d] } else { &[] });
         let run = |rows: TaskRows<'_, 5, 3, 2>, sums: &mut [Lane]| {
             let kernel = Backward { options, groups, weight, bias, rows, non_temporal, sums };
             dispatch(isa, dtype, kernel);

@@ -128,9 +128,7 @@ impl Rotate<'_> {
 
     /// The rotated `x` in a buffer from the pool.
     pub fn forward<'c>(&self, x: View<'_>, angles: impl Into<Angles<'c>>) -> Result<Buffer> {
-        let mut o = encode::output::<Rotation>(x)?;
-        self.forward_into(x, angles, o.view_mut())?;
-        Ok(o)
+        Buffer::filled(x.dtype(), x.shape(), |o| self.forward_into(x, angles, o))
     }
 
     /// Writes the gradients that are asked for.
@@ -166,10 +164,10 @@ impl Rotate<'_> {
         grad: View<'_>,
         angles: impl Into<Angles<'c>>,
     ) -> Result<Buffer> {
-        let mut dx = encode::gradient::<Rotation>(grad)?;
-        let (angles, view) = (angles.into(), dx.view_mut());
-        self.backward_into(RotateBackward { x, grad, angles, dx: Some(view), dtheta: None })?;
-        Ok(dx)
+        let angles = angles.into();
+        Buffer::filled(grad.dtype(), grad.shape(), |dx| {
+            self.backward_into(RotateBackward { x, grad, angles, dx: Some(dx), dtheta: None })
+        })
     }
 }
 

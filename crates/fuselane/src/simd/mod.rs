@@ -7,13 +7,12 @@
 //!
 //! Everything a kernel calls has to be inlined into a function that was compiled for its instruction
 //! set. So functions and closures on the way carry `#[inline(always)]`, and [`Simd::call`] begins such
-//! a function. One loop for each is a good measure: its constants and sums then stay in registers.
+//! a function, one for each loop, so that its constants and sums stay in registers.
 //!
 //! **The order of lanes belongs to the instruction set.** AVX2 holds the bf16 elements of even index in
-//! one register and those of odd index in the other, which takes no shuffle. Arithmetic does not
-//! notice. f32 data that meets such blocks comes through [`V::load_f32`], and what kernels keep for
-//! themselves is a [`Lane`](crate::kernels::lanes::Lane), a type of its own: mixing the two does not
-//! compile.
+//! one register and those of odd index in the other, which takes no shuffle. f32 data that meets such
+//! blocks comes through [`V::load_f32`]; what kernels keep for themselves is a type of its own,
+//! [`Lane`](crate::kernels::lanes::Lane).
 
 mod isa;
 mod line;
@@ -71,19 +70,16 @@ pub(crate) trait Storage<B>: Element<Real = f32> {
 }
 
 /// [`LANES`] elements as they are stored.
+///
+/// # Safety of its functions
+/// `p` points to so many elements that may be read or written. It need not be aligned, but for
+/// `store_non_temporal` to [`NON_TEMPORAL_ALIGN`] bytes.
 pub(crate) trait Packed<E>: Copy {
-    /// # Safety
-    /// `p` points to [`LANES`] readable elements.
     unsafe fn load(p: *const E) -> Self;
     /// The elements from `i` on of a row that ends within the block, and zeros.
     fn load_tail(row: &[E], i: usize, masked_loads: bool) -> Self;
-    /// # Safety
-    /// `p` points to [`LANES`] writable elements.
     unsafe fn store(self, p: *mut E);
     /// Stores around the caches.
-    ///
-    /// # Safety
-    /// As for [`Packed::store`], and `p` is aligned to [`NON_TEMPORAL_ALIGN`] bytes.
     #[inline(always)]
     unsafe fn store_non_temporal(self, p: *mut E) {
         // SAFETY: the caller's promise is stronger than what `store` asks for.
@@ -93,7 +89,8 @@ pub(crate) trait Packed<E>: Copy {
 
 /// One instruction set for one element type.
 ///
-/// Pointers need no alignment unless it is named.
+/// # Safety of its functions
+/// As for [`Packed`]: `p` points to [`LANES`] elements or numbers.
 pub(crate) trait Simd: Copy + Sized + 'static {
     /// The type in memory.
     type Elem: Storage<Self::Block, Packed = Self::Packed>;
@@ -189,8 +186,6 @@ pub(crate) trait Simd: Copy + Sized + 'static {
     /// The largest lane; NaN if any lane is.
     fn largest(a: Self::Block) -> f32;
 
-    /// # Safety
-    /// `p` points to [`LANES`] readable elements.
     #[inline(always)]
     unsafe fn load(p: *const Self::Elem) -> Self::Block {
         // SAFETY: the caller's promise.
@@ -202,36 +197,24 @@ pub(crate) trait Simd: Copy + Sized + 'static {
         Self::Elem::widen(Self::Packed::load_tail(row, i, Self::MASKED_LOADS))
     }
     /// Loads f32 in index order.
-    ///
-    /// # Safety
-    /// `p` points to [`LANES`] readable numbers.
     #[inline(always)]
     unsafe fn load_f32(p: *const f32) -> Self::Block {
         // SAFETY: the caller's promise.
         unsafe { Self::load_lanes(p) }
     }
     /// Stores f32 in index order.
-    ///
-    /// # Safety
-    /// `p` points to [`LANES`] writable numbers.
     #[inline(always)]
     unsafe fn store_f32(a: Self::Block, p: *mut f32) {
         // SAFETY: the caller's promise.
         unsafe { Self::store_lanes(a, p) }
     }
     /// Loads numbers in the order of lanes.
-    ///
-    /// # Safety
-    /// `p` points to [`LANES`] readable numbers.
     #[inline(always)]
     unsafe fn load_lanes(p: *const f32) -> Self::Block {
         // SAFETY: the caller's promise.
         unsafe { Self::Block::load(p) }
     }
     /// Stores numbers in the order of lanes.
-    ///
-    /// # Safety
-    /// `p` points to [`LANES`] writable numbers.
     #[inline(always)]
     unsafe fn store_lanes(a: Self::Block, p: *mut f32) {
         // SAFETY: the caller's promise.
@@ -243,26 +226,18 @@ pub(crate) trait Simd: Copy + Sized + 'static {
     fn round(a: Self::Block) -> Self::Packed {
         Self::Elem::round(a)
     }
-    /// # Safety
-    /// `p` points to [`LANES`] writable elements.
     #[inline(always)]
     unsafe fn store(packed: Self::Packed, p: *mut Self::Elem) {
         // SAFETY: the caller's promise.
         unsafe { packed.store(p) }
     }
     /// Stores around the caches; a [`Simd::fence`] has to follow before another thread reads.
-    ///
-    /// # Safety
-    /// `p` points to [`LANES`] writable elements and is aligned to [`NON_TEMPORAL_ALIGN`] bytes.
     #[inline(always)]
     unsafe fn store_non_temporal(packed: Self::Packed, p: *mut Self::Elem) {
         // SAFETY: the caller's promise.
         unsafe { packed.store_non_temporal(p) }
     }
-    /// Stores two blocks, non-temporally.
-    ///
-    /// # Safety
-    /// `p` points to two blocks of writable elements and is aligned to [`CACHE_LINE`] bytes.
+    /// Stores two blocks non-temporally at `p`, which is aligned to [`CACHE_LINE`] bytes.
     #[inline(always)]
     unsafe fn store_line_non_temporal([a, b]: [Self::Packed; 2], p: *mut Self::Elem) {
         // SAFETY: the caller's promise.
