@@ -210,28 +210,25 @@ impl Theta {
         let even = self.dim > 0 && self.dim.is_multiple_of(2) && self.dim / 2 <= MOST;
         require(even, "dim", self.dim, "an even number from 2 to 2^31")?;
         check_base(self.base)?;
-        match self.scaling {
-            Scaling::None => Ok(()),
-            Scaling::Linear { factor } | Scaling::Ntk { factor } => check_factor(factor),
-            Scaling::Llama3 {
-                factor,
-                low_freq_factor: low,
-                high_freq_factor: high,
-                original_max_position,
-            } => {
-                check_factor(factor)?;
-                check_greater("low_freq_factor", low, 0.0, "0")?;
-                check_greater("high_freq_factor", high, low, "low_freq_factor")?;
-                check_length(original_max_position)
+        let (factor, length) = match self.scaling {
+            Scaling::None => return Ok(()),
+            Scaling::Linear { factor } | Scaling::Ntk { factor } => return check_factor(factor),
+            Scaling::Llama3 { factor, original_max_position, .. }
+            | Scaling::Yarn { factor, original_max_position, .. } => {
+                (factor, original_max_position)
             }
-            Scaling::Yarn { factor, original_max_position, beta_fast, beta_slow } => {
-                check_factor(factor)?;
-                check_greater("beta_slow", beta_slow, 0.0, "0")?;
-                check_greater("beta_fast", beta_fast, beta_slow, "beta_slow")?;
-                check_greater("base", self.base, 1.0, "1 (for YaRN)")?;
-                check_length(original_max_position)
-            }
+        };
+        check_factor(factor)?;
+        if let Scaling::Llama3 { low_freq_factor: low, high_freq_factor: high, .. } = self.scaling {
+            check_greater("low_freq_factor", low, 0.0, "0")?;
+            check_greater("high_freq_factor", high, low, "low_freq_factor")?;
         }
+        if let Scaling::Yarn { beta_fast, beta_slow, .. } = self.scaling {
+            check_greater("beta_slow", beta_slow, 0.0, "0")?;
+            check_greater("beta_fast", beta_fast, beta_slow, "beta_slow")?;
+            check_greater("base", self.base, 1.0, "1 (for YaRN)")?;
+        }
+        require(length > 0, "original_max_position", length, "a length greater than 0")
     }
 }
 
@@ -290,10 +287,6 @@ fn check_factor(factor: f64) -> Result<()> {
 fn check_greater(argument: &'static str, value: f64, limit: f64, limit_name: &str) -> Result<()> {
     let expected = format!("a finite number greater than {limit_name}");
     require(value.is_finite() && value > limit, argument, value, expected)
-}
-
-fn check_length(length: usize) -> Result<()> {
-    require(length > 0, "original_max_position", length, "a length greater than 0")
 }
 
 #[cfg(test)]
