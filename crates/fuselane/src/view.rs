@@ -406,24 +406,13 @@ impl<'a> View<'a> {
     /// Widens the elements, in index order, into `out`. Every NaN becomes the usual one, whose
     /// payload survives rounding to 16 bits.
     pub(crate) fn widen<R: Real>(&self, out: &mut [R]) {
-        #[inline(always)]
-        fn widened<T: Element, R: Real>(value: T) -> R {
-            let value = value.to_f64();
-            if value.is_nan() { R::of(-f64::NAN) } else { R::of(value) }
-        }
+        let mut next = out.iter_mut();
         crate::dtype::with_element!(self.dtype, T => {
-            if let Some(values) = self.contiguous::<T>() {
-                for (out, &value) in out.iter_mut().zip(values) {
-                    *out = widened(value);
-                }
-                return;
-            }
-            let mut next = out.iter_mut();
             for_each_offset(&self.layout, |offset| {
                 // SAFETY: as in `to_f64_vec`.
-                let value = unsafe { self.ptr.cast::<T>().offset(offset).read() };
+                let value = unsafe { self.ptr.cast::<T>().offset(offset).read() }.to_f64();
                 if let Some(out) = next.next() {
-                    *out = widened(value);
+                    *out = if value.is_nan() { R::of(-f64::NAN) } else { R::of(value) };
                 }
             });
         });
@@ -540,9 +529,12 @@ fn for_each_offset(layout: &Layout, mut visit: impl FnMut(isize)) {
     }
     let mut index = [0usize; MAX_RANK];
     let mut offset = 0isize;
+    let last = layout.rank.saturating_sub(1);
     'next: loop {
-        visit(offset);
-        for d in (0..layout.rank).rev() {
+        for i in 0..layout.shape[last] as isize {
+            visit(offset.wrapping_add(layout.strides[last].wrapping_mul(i)));
+        }
+        for d in (0..last).rev() {
             index[d] += 1;
             // One past the last index may lie anywhere, and the stride of a single index may be
             // anything; both are taken back before the offset is used.

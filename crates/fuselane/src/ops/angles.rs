@@ -484,7 +484,7 @@ pub(crate) fn check(
     placement: Placement<'_>,
     count: usize,
     real: DType,
-    [batch, tokens, heads]: [usize; 3],
+    [batch, tokens, heads, _]: [usize; 4],
 ) -> Result<AngleSplit> {
     placement.check(operator, batch, tokens)?;
     let table = match angles {

@@ -143,18 +143,6 @@ impl<'a> Common<'a> {
         self.act != FusedAct::default() || call.dtheta.is_some()
     }
 
-    /// Checks the angles of a call on activations of `dtype`.
-    fn check_angles<E: Encoding>(
-        &self,
-        encoding: E,
-        angles: Angles<'_>,
-        dtype: DType,
-        [b, n, h, _]: [usize; 4],
-    ) -> Result<AngleSplit> {
-        let (placement, count) = (self.placement, encoding.angles());
-        angles::check(E::OPERATOR, angles, placement, count, dtype.real(), [b, n, h])
-    }
-
     /// What kernels need of a call that was checked and is not empty. Reads theta.
     fn plan<E: Encoding>(
         &self,
@@ -231,7 +219,8 @@ pub(crate) fn check_forward<O: Options>(
     check_shape(operator, ("o", o.as_view()), ("x", x), width)?;
     contiguous_rows(operator, "o", o.as_view())?;
     contiguous_rows(operator, "x", x)?;
-    let split = common.check_angles(encoding, angles, x.dtype(), dims)?;
+    let (count, real) = (encoding.angles(), x.dtype().real());
+    let split = angles::check(operator, angles, common.placement, count, real, dims)?;
     // All of it at once: packed sequences are worked on one after the other.
     disjoint(operator, &[("x", Some(x)), theta(angles)], &[("o", o.as_view())])?;
     if !x.is_empty() {
@@ -321,7 +310,8 @@ pub(crate) fn check_backward<O: Options>(
             contiguous_rows(operator, name, view)?;
         }
     }
-    let split = common.check_angles(encoding, call.angles, like.1.dtype(), dims)?;
+    let (count, real) = (encoding.angles(), like.1.dtype().real());
+    let split = angles::check(operator, call.angles, common.placement, count, real, dims)?;
     if let Some(dtheta) = &call.dtheta {
         let expected = [split.theta_heads, split.theta_columns];
         if dtheta.shape() != expected {
