@@ -1,7 +1,5 @@
 //! Who runs the calls of a case.
 
-use std::ops::Range;
-
 use fuselane::{
     Act, AngleTable, Angles, Cosine, CosineBackward, DType, Isa, Normalize, NormalizeBackward,
     NormalizeForward, Result, Rotate, RotateBackward, Softmax, View, ViewMut, with_isa,
@@ -67,26 +65,9 @@ pub trait Backend: Sync {
     /// [`Cosine::backward_into`].
     fn cosine_backward(&self, options: &Cosine, call: CosineBackward) -> Result<()>;
 
-    /// [`AngleTable::for_sequence`]; by default made by this CPU, with its best instruction set.
-    fn table_for_sequence(
-        &self,
-        theta: View,
-        count: usize,
-        positions: Range<i64>,
-        dtype: DType,
-    ) -> Result<AngleTable> {
-        AngleTable::for_sequence(theta, count, positions, dtype)
-    }
-
-    /// [`AngleTable::for_grid`]; by default made by this CPU, with its best instruction set.
-    fn table_for_grid(
-        &self,
-        theta: View,
-        count: usize,
-        shape: &[usize],
-        dtype: DType,
-    ) -> Result<AngleTable> {
-        AngleTable::for_grid(theta, count, shape, dtype)
+    /// A table, as `make` makes it; by default by this CPU, with its best instruction set.
+    fn table(&self, make: &dyn Fn() -> Result<AngleTable>) -> Result<AngleTable> {
+        make()
     }
 }
 
@@ -159,24 +140,8 @@ impl Backend for Cpu {
         with_isa(self.0, || options.backward_into(call))?
     }
 
-    fn table_for_sequence(
-        &self,
-        theta: View,
-        count: usize,
-        positions: Range<i64>,
-        dtype: DType,
-    ) -> Result<AngleTable> {
-        with_isa(self.0, || AngleTable::for_sequence(theta, count, positions, dtype))?
-    }
-
-    fn table_for_grid(
-        &self,
-        theta: View,
-        count: usize,
-        shape: &[usize],
-        dtype: DType,
-    ) -> Result<AngleTable> {
-        with_isa(self.0, || AngleTable::for_grid(theta, count, shape, dtype))?
+    fn table(&self, make: &dyn Fn() -> Result<AngleTable>) -> Result<AngleTable> {
+        with_isa(self.0, make)?
     }
 }
 

@@ -87,7 +87,9 @@ impl Placement {
         dtype: DType,
     ) -> Result<AngleTable> {
         let range = match self.positions {
-            Positions::Grid(grid) => return backend.table_for_grid(theta, count, grid, dtype),
+            Positions::Grid(grid) => {
+                return backend.table(&|| AngleTable::for_grid(theta, count, grid, dtype));
+            }
             // Extra tokens stand at 0.
             Positions::From(offset) if self.extra_tokens > 0 => {
                 offset.min(0)..offset + self.tokens as i64
@@ -98,7 +100,7 @@ impl Placement {
                     ..given.iter().copied().max().unwrap_or(0) + 1
             }
         };
-        backend.table_for_sequence(theta, count, range, dtype)
+        backend.table(&|| AngleTable::for_sequence(theta, count, range.clone(), dtype))
     }
 }
 

@@ -13,9 +13,9 @@ pub enum DType {
     F16,
     /// The upper half of binary32.
     BF16,
-    /// IEEE binary64, for checking: all arithmetic stays in f64. Calls on f64 activations are served
-    /// by the plain code of [`mod@crate::reference`], slowly: on the calling thread, from copies of
-    /// their tensors, and with as much again for intermediate results.
+    /// IEEE binary64, for checking: all arithmetic stays in f64. Calls on f64 activations are served by
+    /// the plain code of [`mod@crate::reference`], slowly: most on the calling thread, from copies of their
+    /// tensors, and with as much again for intermediate results.
     F64,
 }
 

@@ -144,12 +144,8 @@ struct Parts {
 impl Parts {
     fn new<T: Element>(view: &View<'_>) -> Result<Self> {
         if view.dtype() != T::DTYPE {
-            return Err(Error::new(
-                "view",
-                "array",
-                format!("is of {}", T::DTYPE),
-                format!("{} (dtype of the view)", view.dtype()),
-            ));
+            let expected = format!("{} (dtype of the view)", view.dtype());
+            return Err(Error::new("view", "array", format!("is of {}", T::DTYPE), expected));
         }
         let mut parts =
             Self { strides: Vec::new(), reversed: Vec::new(), skip: 0, is_empty: view.is_empty() };

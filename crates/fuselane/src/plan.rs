@@ -1,11 +1,10 @@
 //! What a checked call of `rotate` or `cosine` comes to, for backends other than this CPU.
 //!
-//! Every `_into` call has a `check_` twin ([`Act::check_forward`](crate::Act::check_forward),
-//! [`Normalize::check_backward`](crate::Normalize::check_backward), ...) with the same checks in the
-//! same order, which reads and writes no element. A backend makes views of its own memory with
-//! [`View::from_raw`](crate::View::from_raw), whatever the addresses mean, lets the core refuse what is
-//! wrong, and runs the rest by itself. For most operators the options say all there is to know; how
-//! the angles of the two encodings are made is here, so that nobody has to work it out again.
+//! Every `_into` call has a `check_` twin ([`Act::check_forward`](crate::Act::check_forward), ...) with
+//! the same checks in the same order, which reads and writes no element. A backend makes views of its own
+//! memory with [`View::from_raw`](crate::View::from_raw), whatever the addresses mean, lets the core
+//! refuse what is wrong, and runs the rest by itself. For most operators the options say all there is to
+//! know; how the angles of the two encodings are made is here.
 
 pub use crate::ops::angles::{AngleSplit, TableAxis};
 

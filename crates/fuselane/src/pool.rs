@@ -1,13 +1,13 @@
 //! Reusable output memory.
 //!
-//! On most systems a fresh large output costs several times what a memory-speed kernel costs: the
-//! system maps and clears each of its pages at the first touch. So the convenience forms of the
-//! operators return a [`Buffer`], whose memory comes from a process-wide pool and goes back to it
-//! when dropped. Large blocks are aligned to 2 MiB and, on Linux, advised to use huge pages.
+//! A fresh large output costs several times what a kernel takes, as the system maps and clears each page
+//! at the first touch. So the short forms of the operators return a [`Buffer`], whose memory comes from a
+//! process-wide pool and goes back to it when dropped. Large blocks are aligned to 2 MiB and, on Linux,
+//! advised to use huge pages.
 //!
-//! The pool keeps at most [`limit`] bytes of unused blocks (a quarter of the machine's memory
-//! unless [`set_limit`] says otherwise), gives all of them back on [`trim`], and keeps none after
-//! `set_limit(0)` or with the environment variable `FUSELANE_POOL=0`.
+//! The pool keeps at most [`limit`] bytes of unused blocks (a quarter of the machine's memory unless
+//! [`set_limit`] says otherwise), and none after `set_limit(0)` or with `FUSELANE_POOL=0` in the
+//! environment; [`trim`] gives all of them back.
 //!
 //! ```
 //! use fuselane::{Act, View, pool};
@@ -30,7 +30,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::exec::scratch::Plain;
-use crate::view::{MAX_RANK, View, ViewMut};
+use crate::view::{self, View, ViewMut};
 
 /// The size and alignment of a huge page, and the alignment of large blocks.
 const HUGE: usize = 2 << 20;
@@ -99,12 +99,9 @@ fn to_place(address: usize, turn: usize) -> usize {
 
 impl Block {
     /// Large blocks begin at different multiples of a huge page, modulo sixteen of them. The
-    /// first-level caches of AMD's CPUs find a line by a hash of its address, and hold one line
-    /// of a hash and set: rows of two tensors that are a multiple of 256 MiB apart
-    /// push each other out. (Norm with a gate backward, bf16, Zen 4: 4.8 ms, and 7.4 if all tensors
-    /// are; a system that places blocks as it likes gave 4.9 in some processes and 6.0 in most.)
-    /// Address space that is not touched takes no memory, where the allocator gets large blocks from
-    /// the system, as most do.
+    /// first-level caches of AMD's CPUs find a line by a hash of its address: rows of two tensors that
+    /// are a multiple of 256 MiB apart push each other out. (Norm with a gate backward, bf16, Zen 4:
+    /// 4.8 ms, and 7.4 if all tensors are.) Address space that is not touched takes no memory.
     fn new(bytes: usize) -> Option<Self> {
         static TURN: AtomicUsize = AtomicUsize::new(0);
         Self::at(bytes, TURN.fetch_add(1, Ordering::Relaxed))
@@ -132,9 +129,8 @@ impl Block {
     }
 }
 
-/// The size of a new block for `bytes`: whole pages for large ones, so that a tensor takes hardly
-/// more than itself; steps of a sixteenth or less of the next power of two for others, at least a
-/// cache line. `None` when it cannot exist.
+/// The size of a new block for `bytes`: whole pages for large ones; for others steps of a sixteenth of
+/// the next power of two, at least a cache line. `None` when it cannot exist.
 fn class(bytes: usize) -> Option<usize> {
     let unit = match bytes {
         HUGE.. => PAGE,
@@ -214,22 +210,17 @@ pub fn stats() -> Stats {
 }
 
 impl Pool {
-    /// A kept block in which one of size `class` fits; where there is none, the caller is expected
-    /// to make one of that size.
+    /// A kept block in which one of size `class` fits; where there is none, the caller makes one.
     fn take(&mut self, class: usize) -> Option<Block> {
         let mut fits = self.free.range_mut(class..=largest_fit(class));
         let kept = fits.find_map(|(_, blocks)| blocks.pop());
-        match &kept {
-            Some(block) => {
-                self.stats.used_bytes += block.bytes;
-                self.stats.held_bytes -= block.bytes;
-                self.stats.reused += 1;
-            }
-            None => {
-                self.stats.used_bytes += class;
-                self.stats.fresh += 1;
-            }
+        if let Some(block) = &kept {
+            self.stats.held_bytes -= block.bytes;
+            self.stats.reused += 1;
+        } else {
+            self.stats.fresh += 1;
         }
+        self.stats.used_bytes += kept.as_ref().map_or(class, |block| block.bytes);
         kept
     }
 
@@ -263,11 +254,6 @@ fn take(bytes: usize) -> Result<Block> {
     })
 }
 
-fn give_back(block: Block) {
-    let beyond = pool().give_back(block, limit());
-    drop(beyond); // outside the lock
-}
-
 /// An owned dense tensor whose memory comes from the pool and goes back to it.
 ///
 /// ```
@@ -281,8 +267,7 @@ fn give_back(block: Block) {
 pub struct Buffer {
     block: Option<Block>,
     dtype: DType,
-    rank: usize,
-    shape: [usize; MAX_RANK],
+    layout: view::Layout,
 }
 
 impl Buffer {
@@ -296,27 +281,32 @@ impl Buffer {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn unfilled(dtype: DType, shape: &[usize]) -> Result<Self> {
-        // The shape's checks are those of a view.
-        let dense: View<'_> = View::dense_shape(dtype, shape)?;
-        let bytes = dense.len() * dtype.size();
-        let mut kept = [1; MAX_RANK];
-        kept[..shape.len()].copy_from_slice(shape);
-        Ok(Self { block: Some(take(bytes)?), dtype, rank: shape.len(), shape: kept })
+        let layout = view::Layout::contiguous(shape)?;
+        Ok(Self { block: Some(take(layout.len() * dtype.size())?), dtype, layout })
+    }
+
+    /// A tensor that `fill` has written.
+    pub(crate) fn filled(
+        dtype: DType,
+        shape: &[usize],
+        fill: impl FnOnce(ViewMut<'_>) -> Result<()>,
+    ) -> Result<Self> {
+        let mut buffer = Self::unfilled(dtype, shape)?;
+        fill(buffer.view_mut())?;
+        Ok(buffer)
     }
 
     /// A tensor of zeros.
     pub fn zeros(dtype: DType, shape: &[usize]) -> Result<Self> {
-        let mut buffer = Self::unfilled(dtype, shape)?;
-        let bytes = buffer.len() * dtype.size();
+        let buffer = Self::unfilled(dtype, shape)?;
         // SAFETY: the block holds at least the bytes of the shape.
-        unsafe { buffer.ptr().write_bytes(0, bytes) };
-        buffer.shape[..].iter_mut().skip(buffer.rank).for_each(|s| *s = 1);
+        unsafe { buffer.ptr().write_bytes(0, buffer.len() * dtype.size()) };
         Ok(buffer)
     }
 
     /// The size of each dimension.
     pub fn shape(&self) -> &[usize] {
-        &self.shape[..self.rank]
+        self.layout.shape()
     }
 
     /// The element type.
@@ -326,7 +316,7 @@ impl Buffer {
 
     /// The number of elements.
     pub fn len(&self) -> usize {
-        self.shape().iter().product()
+        self.layout.len()
     }
 
     /// Whether some dimension is zero.
@@ -338,41 +328,23 @@ impl Buffer {
         self.block.as_ref().map_or(std::ptr::null_mut(), |b| b.ptr.as_ptr())
     }
 
-    fn strides(&self) -> [isize; MAX_RANK] {
-        let mut strides = [1; MAX_RANK];
-        for i in (1..self.rank).rev() {
-            strides[i - 1] = strides[i] * self.shape[i].max(1) as isize;
-        }
-        strides
-    }
-
     /// A view to read.
     pub fn view(&self) -> View<'_> {
-        // SAFETY: the block holds the elements of this dense shape, initialised, and outlives the
+        // SAFETY: the block holds the elements of this dense layout, initialised, and outlives the
         // borrow of `self`.
-        let view = unsafe {
-            View::from_raw(self.ptr(), self.dtype, self.shape(), &self.strides()[..self.rank])
-        };
-        view.unwrap_or_else(|_| unreachable!("the shape was checked when the buffer was made"))
+        unsafe { View::over(self.ptr(), self.dtype, self.layout) }
     }
 
     /// A view to write.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
         // SAFETY: as for `view`, and the borrow is exclusive.
-        let view = unsafe {
-            ViewMut::from_raw(self.ptr(), self.dtype, self.shape(), &self.strides()[..self.rank])
-        };
-        view.unwrap_or_else(|_| unreachable!("the shape was checked when the buffer was made"))
+        unsafe { ViewMut::over(self.ptr(), self.dtype, self.layout) }
     }
 
     fn check<T: Element>(&self) -> Result<()> {
         if T::DTYPE != self.dtype {
-            return Err(Error::new(
-                "buffer",
-                "slice",
-                format!("is of {}", T::DTYPE),
-                format!("{} (dtype of the buffer)", self.dtype),
-            ));
+            let expected = format!("{} (dtype of the buffer)", self.dtype);
+            return Err(Error::new("buffer", "slice", format!("is of {}", T::DTYPE), expected));
         }
         Ok(())
     }
@@ -401,7 +373,8 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         if let Some(block) = self.block.take() {
-            give_back(block);
+            let beyond = pool().give_back(block, limit());
+            drop(beyond); // outside the lock
         }
     }
 }

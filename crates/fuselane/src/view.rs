@@ -25,37 +25,26 @@ pub(crate) struct Layout {
 impl Layout {
     fn new(shape: &[usize], strides: &[isize]) -> Result<Self> {
         if shape.len() > MAX_RANK {
-            return Err(Error::new(
-                "view",
-                "shape",
-                format!("has {} dimensions", shape.len()),
-                format!("at most {MAX_RANK}"),
-            ));
+            let got = format!("has {} dimensions", shape.len());
+            return refuse("shape", got, format!("at most {MAX_RANK}"));
         }
         if strides.len() != shape.len() {
-            return Err(Error::new(
-                "view",
-                "strides",
-                format!("has {} entries", strides.len()),
-                format!("{} (one per dimension of the shape)", shape.len()),
-            ));
+            let expected = format!("{} (one per dimension of the shape)", shape.len());
+            return refuse("strides", format!("has {} entries", strides.len()), expected);
         }
         let mut layout = Self { rank: shape.len(), shape: [1; MAX_RANK], strides: [0; MAX_RANK] };
         layout.shape[..shape.len()].copy_from_slice(shape);
         layout.strides[..shape.len()].copy_from_slice(strides);
         let bytes = shape.iter().try_fold(8usize, |n, &s| n.checked_mul(s.max(1)));
         if bytes.is_none_or(|n| n > isize::MAX as usize) {
-            return Err(Error::new(
-                "view",
-                "shape",
-                format!("{shape:?} overflows the address space"),
-                "a product of dimensions that fits",
-            ));
+            let got = format!("{shape:?} overflows the address space");
+            return refuse("shape", got, "a product of dimensions that fits");
         }
         Ok(layout)
     }
 
-    fn contiguous(shape: &[usize]) -> Result<Self> {
+    /// Of elements in row-major order.
+    pub(crate) fn contiguous(shape: &[usize]) -> Result<Self> {
         let mut strides = [0isize; MAX_RANK];
         let mut next = 1usize;
         for i in (0..shape.len().min(MAX_RANK)).rev() {
@@ -64,6 +53,42 @@ impl Layout {
         }
         // An overflow above makes the strides meaningless, and `new` refuses it.
         Self::new(shape, &strides[..shape.len().min(MAX_RANK)])
+    }
+
+    /// The same, of a slice of `len` elements.
+    fn dense(shape: &[usize], len: usize) -> Result<Self> {
+        let layout = Self::contiguous(shape)?;
+        if layout.len() != len {
+            let got = format!("{shape:?} has {} elements", layout.len());
+            return refuse("shape", got, format!("{len} (length of the slice)"));
+        }
+        Ok(layout)
+    }
+
+    /// Any strides over a slice of `len` elements; index 0 lies at `offset`.
+    fn strided(shape: &[usize], strides: &[isize], offset: usize, len: usize) -> Result<Self> {
+        let layout = Self::new(shape, strides)?;
+        let Some((low, high)) = layout.reach() else { return Ok(layout) };
+        let inside = isize::try_from(offset).is_ok_and(|offset| {
+            offset.checked_add(low).is_some_and(|first| first >= 0)
+                && offset.checked_add(high).is_some_and(|last| (last as usize) < len)
+        });
+        if inside {
+            return Ok(layout);
+        }
+        let got = format!("{strides:?} with shape {shape:?} and offset {offset} leave the slice");
+        refuse("strides", got, format!("every element within its {len} elements"))
+    }
+
+    /// Any strides from an address on, which has to be aligned and not null if there are elements.
+    fn at(ptr: *const u8, dtype: DType, shape: &[usize], strides: &[isize]) -> Result<Self> {
+        let layout = Self::new(shape, strides)?;
+        if layout.len() > 0 && (ptr.is_null() || !(ptr as usize).is_multiple_of(dtype.size())) {
+            let size = dtype.size();
+            let expected = format!("an address aligned to {size} bytes (size of {dtype})");
+            return refuse("pointer", format!("is {ptr:?}"), expected);
+        }
+        Ok(layout)
     }
 
     pub(crate) fn shape(&self) -> &[usize] {
@@ -117,9 +142,21 @@ impl Layout {
     }
 }
 
+fn refuse<T>(argument: &'static str, got: String, expected: impl Into<String>) -> Result<T> {
+    Err(Error::new("view", argument, got, expected))
+}
+
 macro_rules! common {
     ($view:ident) => {
         impl $view<'_> {
+            /// A view that was checked elsewhere.
+            ///
+            /// # Safety
+            /// As for `from_raw`.
+            pub(crate) unsafe fn over(ptr: *mut u8, dtype: DType, layout: Layout) -> Self {
+                Self { ptr, dtype, layout, memory: PhantomData }
+            }
+
             /// The size of each dimension.
             pub fn shape(&self) -> &[usize] {
                 self.layout.shape()
@@ -172,12 +209,8 @@ macro_rules! common {
                         .iter()
                         .all(|&d| d < old.rank && !std::mem::replace(&mut seen[d], true));
                 if !valid {
-                    return Err(Error::new(
-                        "view",
-                        "order",
-                        format!("is {order:?}"),
-                        format!("a permutation of 0..{}", old.rank),
-                    ));
+                    let expected = format!("a permutation of 0..{}", old.rank);
+                    return refuse("order", format!("is {order:?}"), expected);
                 }
                 for (i, &d) in order.iter().enumerate() {
                     self.layout.shape[i] = old.shape[d];
@@ -190,12 +223,8 @@ macro_rules! common {
             pub fn narrow(mut self, dim: usize, start: usize, len: usize) -> Result<Self> {
                 let size = self.shape().get(dim).copied().unwrap_or(0);
                 if dim >= self.rank() || start.checked_add(len).is_none_or(|end| end > size) {
-                    return Err(Error::new(
-                        "view",
-                        "narrow",
-                        format!("takes {len} from {start} of dimension {dim}"),
-                        format!("a part of shape {:?}", self.shape()),
-                    ));
+                    let got = format!("takes {len} from {start} of dimension {dim}");
+                    return refuse("narrow", got, format!("a part of shape {:?}", self.shape()));
                 }
                 if len > 0 {
                     // An empty view may have any strides; where it lies does not matter.
@@ -211,15 +240,10 @@ macro_rules! common {
             /// The same memory under another shape with the same number of elements, in index order.
             /// The view has to be contiguous.
             pub fn reshape(mut self, shape: &[usize]) -> Result<Self> {
-                let layout = Layout::contiguous(shape)?;
-                check_dense(&layout, self.len())?;
+                let layout = Layout::dense(shape, self.len())?;
                 if !self.is_contiguous() {
-                    return Err(Error::new(
-                        "view",
-                        "reshape",
-                        format!("of a view with strides {:?}", self.strides()),
-                        "a contiguous view",
-                    ));
+                    let got = format!("of a view with strides {:?}", self.strides());
+                    return refuse("reshape", got, "a contiguous view");
                 }
                 self.layout = layout;
                 Ok(self)
@@ -283,57 +307,10 @@ unsafe impl Sync for ViewMut<'_> {}
 common!(View);
 common!(ViewMut);
 
-/// A pointer to elements has to be aligned to their size, and not null.
-fn check_pointer(ptr: *const u8, dtype: DType, layout: &Layout) -> Result<()> {
-    if layout.len() > 0 && (ptr.is_null() || !(ptr as usize).is_multiple_of(dtype.size())) {
-        return Err(Error::new(
-            "view",
-            "pointer",
-            format!("is {ptr:?}"),
-            format!("an address aligned to {} bytes (size of {dtype})", dtype.size()),
-        ));
-    }
-    Ok(())
-}
-
-fn check_dense(layout: &Layout, len: usize) -> Result<()> {
-    if layout.len() != len {
-        return Err(Error::new(
-            "view",
-            "shape",
-            format!("{:?} has {} elements", layout.shape(), layout.len()),
-            format!("{len} (length of the slice)"),
-        ));
-    }
-    Ok(())
-}
-
-fn check_reach(layout: &Layout, offset: usize, len: usize) -> Result<()> {
-    let Some((low, high)) = layout.reach() else { return Ok(()) };
-    let inside = isize::try_from(offset).is_ok_and(|offset| {
-        offset.checked_add(low).is_some_and(|first| first >= 0)
-            && offset.checked_add(high).is_some_and(|last| (last as usize) < len)
-    });
-    if inside {
-        return Ok(());
-    }
-    Err(Error::new(
-        "view",
-        "strides",
-        format!(
-            "{:?} with shape {:?} and offset {offset} leave the slice",
-            layout.strides(),
-            layout.shape()
-        ),
-        format!("every element within its {len} elements"),
-    ))
-}
-
 impl<'a> View<'a> {
     /// A dense tensor: the slice in row-major order.
     pub fn new<T: Element>(data: &'a [T], shape: &[usize]) -> Result<Self> {
-        let layout = Layout::contiguous(shape)?;
-        check_dense(&layout, data.len())?;
+        let layout = Layout::dense(shape, data.len())?;
         Ok(Self { ptr: data.as_ptr().cast(), dtype: T::DTYPE, layout, memory: PhantomData })
     }
 
@@ -344,8 +321,7 @@ impl<'a> View<'a> {
         strides: &[isize],
         offset: usize,
     ) -> Result<Self> {
-        let layout = Layout::new(shape, strides)?;
-        check_reach(&layout, offset, data.len())?;
+        let layout = Layout::strided(shape, strides, offset, data.len())?;
         let ptr = data.as_ptr().wrapping_add(offset).cast();
         Ok(Self { ptr, dtype: T::DTYPE, layout, memory: PhantomData })
     }
@@ -370,26 +346,21 @@ impl<'a> View<'a> {
         shape: &[usize],
         strides: &[isize],
     ) -> Result<Self> {
-        let layout = Layout::new(shape, strides)?;
-        check_pointer(ptr, dtype, &layout)?;
+        let layout = Layout::at(ptr, dtype, shape, strides)?;
         Ok(Self { ptr, dtype, layout, memory: PhantomData })
     }
 
     /// Repeats dimensions of size 1 (and adds leading ones) up to `shape`, without a copy.
     pub fn broadcast(self, shape: &[usize]) -> Result<Self> {
-        let error = || {
-            Error::new(
-                "view",
-                "broadcast",
-                format!("from shape {:?} to {shape:?}", self.shape()),
-                "dimensions that are equal or 1, aligned at the last",
-            )
+        let refused = || {
+            let got = format!("from shape {:?} to {shape:?}", self.shape());
+            refuse("broadcast", got, "dimensions that are equal or 1, aligned at the last")
         };
-        let lead = shape.len().checked_sub(self.rank()).ok_or_else(error)?;
+        let Some(lead) = shape.len().checked_sub(self.rank()) else { return refused() };
         let mut strides = [0isize; MAX_RANK];
         for (i, (&size, &stride)) in self.shape().iter().zip(self.strides()).enumerate() {
             if lead + i >= MAX_RANK || (size != shape[lead + i] && size != 1) {
-                return Err(error());
+                return refused();
             }
             strides[lead + i] = if size == 1 { 0 } else { stride };
         }
@@ -399,14 +370,10 @@ impl<'a> View<'a> {
 
     /// The byte addresses that the view reaches, from the first to the last.
     pub(crate) fn span(&self) -> std::ops::Range<usize> {
-        let size = self.dtype.size() as isize;
-        match self.layout.reach() {
-            None => 0..0,
-            Some((low, high)) => {
-                let base = self.ptr as usize as isize;
-                (base + low * size) as usize..(base + (high + 1) * size) as usize
-            }
-        }
+        let (base, size) = (self.ptr as isize, self.dtype.size() as isize);
+        self.layout.reach().map_or(0..0, |(low, high)| {
+            (base + low * size) as usize..(base + (high + 1) * size) as usize
+        })
     }
 
     /// The address of index 0.
@@ -439,24 +406,13 @@ impl<'a> View<'a> {
     /// Widens the elements, in index order, into `out`. Every NaN becomes the usual one, whose
     /// payload survives rounding to 16 bits.
     pub(crate) fn widen<R: Real>(&self, out: &mut [R]) {
-        #[inline(always)]
-        fn widened<T: Element, R: Real>(value: T) -> R {
-            let value = value.to_f64();
-            if value.is_nan() { R::of(-f64::NAN) } else { R::of(value) }
-        }
+        let mut next = out.iter_mut();
         crate::dtype::with_element!(self.dtype, T => {
-            if let Some(values) = self.contiguous::<T>() {
-                for (out, &value) in out.iter_mut().zip(values) {
-                    *out = widened(value);
-                }
-                return;
-            }
-            let mut next = out.iter_mut();
             for_each_offset(&self.layout, |offset| {
                 // SAFETY: as in `to_f64_vec`.
-                let value = unsafe { self.ptr.cast::<T>().offset(offset).read() };
+                let value = unsafe { self.ptr.cast::<T>().offset(offset).read() }.to_f64();
                 if let Some(out) = next.next() {
-                    *out = widened(value);
+                    *out = if value.is_nan() { R::of(-f64::NAN) } else { R::of(value) };
                 }
             });
         });
@@ -466,8 +422,7 @@ impl<'a> View<'a> {
 impl<'a> ViewMut<'a> {
     /// A dense tensor: the slice in row-major order.
     pub fn new<T: Element>(data: &'a mut [T], shape: &[usize]) -> Result<Self> {
-        let layout = Layout::contiguous(shape)?;
-        check_dense(&layout, data.len())?;
+        let layout = Layout::dense(shape, data.len())?;
         Ok(Self { ptr: data.as_mut_ptr().cast(), dtype: T::DTYPE, layout, memory: PhantomData })
     }
 
@@ -479,8 +434,7 @@ impl<'a> ViewMut<'a> {
         strides: &[isize],
         offset: usize,
     ) -> Result<Self> {
-        let layout = Layout::new(shape, strides)?;
-        check_reach(&layout, offset, data.len())?;
+        let layout = Layout::strided(shape, strides, offset, data.len())?;
         let ptr = data.as_mut_ptr().wrapping_add(offset).cast();
         Self { ptr, dtype: T::DTYPE, layout, memory: PhantomData }.checked()
     }
@@ -500,23 +454,15 @@ impl<'a> ViewMut<'a> {
         shape: &[usize],
         strides: &[isize],
     ) -> Result<Self> {
-        let layout = Layout::new(shape, strides)?;
-        check_pointer(ptr, dtype, &layout)?;
+        let layout = Layout::at(ptr, dtype, shape, strides)?;
         Self { ptr, dtype, layout, memory: PhantomData }.checked()
     }
 
     fn checked(self) -> Result<Self> {
         if !self.is_empty() && self.layout.overlaps_itself() {
-            return Err(Error::new(
-                "view",
-                "strides",
-                format!(
-                    "{:?} reach elements of shape {:?} more than once",
-                    self.strides(),
-                    self.shape()
-                ),
-                "an output without overlaps",
-            ));
+            let (shape, strides) = (self.shape(), self.strides());
+            let got = format!("{strides:?} reach elements of shape {shape:?} more than once");
+            return refuse("strides", got, "an output without overlaps");
         }
         Ok(self)
     }
@@ -583,9 +529,12 @@ fn for_each_offset(layout: &Layout, mut visit: impl FnMut(isize)) {
     }
     let mut index = [0usize; MAX_RANK];
     let mut offset = 0isize;
+    let last = layout.rank.saturating_sub(1);
     'next: loop {
-        visit(offset);
-        for d in (0..layout.rank).rev() {
+        for i in 0..layout.shape[last] as isize {
+            visit(offset.wrapping_add(layout.strides[last].wrapping_mul(i)));
+        }
+        for d in (0..last).rev() {
             index[d] += 1;
             // One past the last index may lie anywhere, and the stride of a single index may be
             // anything; both are taken back before the offset is used.

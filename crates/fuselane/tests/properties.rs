@@ -7,8 +7,8 @@ mod common;
 use common::{Call, Input, Output, Tokens, assert_near, cases};
 use fuselane::reference::{self, Random, angles};
 use fuselane::{
-    Act, Cosine, CosineBackward, DType, FusedAct, GatePosition, Normalize, NormalizeBackward,
-    NormalizeForward, Pairing, Partial, Residual, Rotate, RotateBackward, Softmax, ViewMut,
+    Act, Cosine, DType, EncodingBackward, FusedAct, GatePosition, Normalize, NormalizeBackward,
+    NormalizeForward, Pairing, Partial, Residual, Result, Rotate, RotateBackward, Softmax, ViewMut,
     WeightForm,
 };
 use proptest::prelude::*;
@@ -177,19 +177,8 @@ proptest! {
         let truth = reference::rotate::backward(&options, &input, &grad_tokens);
         let sizes = reference::rotate::backward_magnitude(&options, &input, &grad_tokens);
         let dtheta_dtype = DType::ALL[random.below(4)];
-        let out = vec![
-            Output::new(dtype, &shape),
-            Output::new(dtheta_dtype, &theta.shape).parameter(),
-        ];
-        let call = Call::new(vec![x.clone(), theta.clone(), grad.clone()], out, |i, mut o| {
-            options.backward_into(RotateBackward {
-                x: Some(i[0]),
-                grad: i[2],
-                angles: i[1].into(),
-                dtheta: o.pop(),
-                dx: o.pop(),
-            })
-        });
+        let out = [Output::new(dtype, &shape), Output::new(dtheta_dtype, &theta.shape).parameter()];
+        let call = encoding_backward([&x, &theta, &grad], out, |call| options.backward_into(call));
         let only_dx = Call::new(
             vec![x.clone(), theta.clone(), grad.clone()],
             vec![Output::new(dtype, &shape)],
@@ -246,19 +235,8 @@ proptest! {
         let truth = reference::cosine::backward(&options, &input, &grad_tokens);
         let sizes = reference::cosine::backward_magnitude(&options, &input, &grad_tokens);
         let dtheta_dtype = DType::ALL[random.below(4)];
-        let out = vec![
-            Output::new(dtype, &shape),
-            Output::new(dtheta_dtype, &theta.shape).parameter(),
-        ];
-        let call = Call::new(vec![x.clone(), theta.clone(), grad.clone()], out, |i, mut o| {
-            options.backward_into(CosineBackward {
-                x: Some(i[0]),
-                grad: i[2],
-                angles: i[1].into(),
-                dtheta: o.pop(),
-                dx: o.pop(),
-            })
-        });
+        let out = [Output::new(dtype, &shape), Output::new(dtheta_dtype, &theta.shape).parameter()];
+        let call = encoding_backward([&x, &theta, &grad], out, |call| options.backward_into(call));
         for results in call.everywhere(random) {
             if !specials {
                 let [dx, dtheta] = [results.values(0), results.values(1)];
@@ -272,6 +250,18 @@ proptest! {
 fn encoding_input<'a>(tokens: &Tokens, x: &'a [f64], theta: &'a Input) -> angles::Input<'a> {
     let theta_dims = [theta.shape[0], theta.shape[1]];
     angles::Input { x, dims: tokens.dims, theta: &theta.values, theta_dims, dtype: tokens.dtype }
+}
+
+/// A backward of an encoding, for dx and dtheta.
+fn encoding_backward<'c>(
+    inputs: [&Input; 3],
+    outputs: [Output; 2],
+    run: impl Fn(EncodingBackward<'_>) -> Result<()> + Sync + 'c,
+) -> Call<'c> {
+    Call::new(inputs.map(Input::clone).into(), outputs.into(), move |i, mut o| {
+        let (dtheta, dx) = (o.pop(), o.pop());
+        run(EncodingBackward { x: Some(i[0]), grad: i[2], angles: i[1].into(), dx, dtheta })
+    })
 }
 
 /// Compares dx, in the call's layout, and dtheta, in its own dtype, with the truth and its sizes.

@@ -1,7 +1,6 @@
 //! The operands of a call by name, and what all operators ask of them: shapes, dtypes, contiguous rows, and no
 //! output over an input.
 
-use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::view::{MAX_RANK, View, ViewMut};
 
@@ -30,89 +29,90 @@ impl<'a, const I: usize, const O: usize> Operands<'a, I, O, 0, 0> {
         inputs: [Named<Option<View<'a>>>; I],
         outputs: [Named<Option<ViewMut<'a>>>; O],
     ) -> Self {
-        Self {
-            like,
-            inputs,
-            outputs,
-            statistics_len: 0,
-            saved: [],
-            save: [],
-            input_len: [None; I],
-            output_len: [None; O],
-        }
+        Self::with_statistics(like, inputs, outputs, 0, [], [])
     }
 }
 
-impl<const I: usize, const O: usize, const SI: usize, const SO: usize> Operands<'_, I, O, SI, SO> {
+impl<'a, const I: usize, const O: usize, const SI: usize, const SO: usize>
+    Operands<'a, I, O, SI, SO>
+{
+    /// Operands whose rows are all as long as those of `like`.
+    pub(crate) fn with_statistics(
+        like: Named<View<'a>>,
+        inputs: [Named<Option<View<'a>>>; I],
+        outputs: [Named<Option<ViewMut<'a>>>; O],
+        statistics_len: usize,
+        saved: [Named<Option<View<'a>>>; SI],
+        save: [Named<Option<ViewMut<'a>>>; SO],
+    ) -> Self {
+        let (input_len, output_len) = ([None; I], [None; O]);
+        Self { like, inputs, outputs, statistics_len, saved, save, input_len, output_len }
+    }
     /// Checks the shape, dtype and rows of each operand, but not whether they overlap.
     pub(crate) fn check(&self, operator: &'static str) -> Result<()> {
         let like = self.like;
         let (dtype, real) = (like.1.dtype(), like.1.dtype().real());
         let Some(&len) = like.1.shape().last() else {
-            return Err(Error::new(
-                operator,
-                like.0,
-                "has no dimensions",
-                "at least one (rows run along the last)",
-            ));
+            let expected = "at least one (rows run along the last)";
+            return Err(Error::new(operator, like.0, "has no dimensions", expected));
         };
-        for (i, &(name, view)) in self.inputs.iter().enumerate() {
-            if let Some(view) = view {
-                check(operator, &like, name, view, dtype, self.input_len[i].unwrap_or(len))?;
+        let inputs = self.inputs.iter().zip(&self.input_len);
+        let inputs = inputs.map(|(&(name, view), own)| (name, view, dtype, own.unwrap_or(len)));
+        let outputs = self.outputs.iter().zip(&self.output_len);
+        let outputs = outputs.map(|((name, view), own)| {
+            (*name, view.as_ref().map(ViewMut::as_view), dtype, own.unwrap_or(len))
+        });
+        let saved = self.saved.iter().map(|&(name, view)| (name, view, real, self.statistics_len));
+        let save = self.save.iter().map(|(name, view)| {
+            (*name, view.as_ref().map(ViewMut::as_view), real, self.statistics_len)
+        });
+        for (name, view, dtype, len) in inputs.chain(outputs).chain(saved).chain(save) {
+            let Some(view) = view else { continue };
+            check_shape(operator, (name, view), like, len)?;
+            if view.dtype() != dtype {
+                let why = if dtype == like.1.dtype() { "dtype of" } else { "arithmetic type of" };
+                let expected = format!("{dtype} ({why} {})", like.0);
+                return Err(Error::new(
+                    operator,
+                    name,
+                    format!("has dtype {}", view.dtype()),
+                    expected,
+                ));
             }
-        }
-        for (i, (name, view)) in self.outputs.iter().enumerate() {
-            if let Some(view) = view {
-                let len = self.output_len[i].unwrap_or(len);
-                check(operator, &like, name, view.as_view(), dtype, len)?;
-            }
-        }
-        let statistics = self.statistics_len;
-        for &(name, view) in &self.saved {
-            if let Some(view) = view {
-                check(operator, &like, name, view, real, statistics)?;
-            }
-        }
-        for (name, view) in &self.save {
-            if let Some(view) = view {
-                check(operator, &like, name, view.as_view(), real, statistics)?;
-            }
+            contiguous_rows(operator, name, view)?;
         }
         Ok(())
     }
 }
 
-/// Checks one operand against the shape of `like` (last dimension `len`) and `dtype`.
-fn check(
+/// An operand has the shape of `like`, but for its last dimension, `len`.
+pub(crate) fn check_shape(
     operator: &'static str,
-    like: &Named<View<'_>>,
-    name: &'static str,
-    view: View<'_>,
-    dtype: DType,
+    (name, view): Named<View<'_>>,
+    like: Named<View<'_>>,
     len: usize,
 ) -> Result<()> {
     let mut expected = [0; MAX_RANK];
-    let rank = like.1.rank();
-    expected[..rank].copy_from_slice(like.1.shape());
-    expected[rank - 1] = len;
-    if view.shape() != &expected[..rank] {
-        return Err(Error::new(
-            operator,
-            name,
-            format!("has shape {:?}", view.shape()),
-            format!("{:?} (from {} {:?})", &expected[..rank], like.0, like.1.shape()),
-        ));
+    let expected = &mut expected[..like.1.rank()];
+    expected.copy_from_slice(like.1.shape());
+    if let Some(last) = expected.last_mut() {
+        *last = len;
     }
-    if view.dtype() != dtype {
-        let why = if dtype == like.1.dtype() { "dtype of" } else { "arithmetic type of" };
-        return Err(Error::new(
-            operator,
-            name,
-            format!("has dtype {}", view.dtype()),
-            format!("{dtype} ({why} {})", like.0),
-        ));
+    if view.shape() != expected {
+        let expected = format!("{expected:?} (from {} {:?})", like.0, like.1.shape());
+        return Err(wrong_shape(operator, name, view, expected));
     }
-    contiguous_rows(operator, name, view)
+    Ok(())
+}
+
+/// The error about an operand's shape.
+pub(crate) fn wrong_shape(
+    operator: &'static str,
+    name: &'static str,
+    view: View<'_>,
+    expected: impl Into<String>,
+) -> Error {
+    Error::new(operator, name, format!("has shape {:?}", view.shape()), expected)
 }
 
 /// A parameter has to be a vector as long as the last dimension of x.
@@ -123,12 +123,7 @@ pub(crate) fn check_parameter(
     len: usize,
 ) -> Result<()> {
     if view.shape() != [len] {
-        return Err(Error::new(
-            operator,
-            name,
-            format!("has shape {:?}", view.shape()),
-            format!("[{len}] (last dimension of x)"),
-        ));
+        return Err(wrong_shape(operator, name, view, format!("[{len}] (last dimension of x)")));
     }
     Ok(())
 }
@@ -141,12 +136,9 @@ pub(crate) fn contiguous_rows(
 ) -> Result<()> {
     match (view.shape().last(), view.strides().last()) {
         (Some(&size), Some(&stride)) if size > 1 && stride != 1 && !view.is_empty() => {
-            Err(Error::new(
-                operator,
-                name,
-                format!("has stride {stride} in its last dimension"),
-                "1 (rows have to be contiguous; permute or copy it first)",
-            ))
+            let got = format!("has stride {stride} in its last dimension");
+            let expected = "1 (rows have to be contiguous; permute or copy it first)";
+            Err(Error::new(operator, name, got, expected))
         }
         _ => Ok(()),
     }
@@ -166,12 +158,8 @@ pub(crate) fn disjoint(
         for (other_name, other) in others {
             let (a, b) = (output.span(), other.span());
             if a.start < b.end && b.start < a.end {
-                return Err(Error::new(
-                    operator,
-                    name,
-                    format!("overlaps {other_name} in memory"),
-                    "memory of its own",
-                ));
+                let got = format!("overlaps {other_name} in memory");
+                return Err(Error::new(operator, name, got, "memory of its own"));
             }
         }
     }

@@ -142,15 +142,6 @@ pub fn for_each_task(tasks: usize, work: impl Fn(usize) + Sync) {
     }
 }
 
-/// [`spread`] over chunks of `len` numbers, each of which one task owns.
-fn spread_chunks<R: Plain>(chunks: &mut [R], len: usize, work: impl Fn(usize, &mut [R]) + Sync) {
-    // There are few. Each lock is taken once, so that nobody waits for one.
-    let chunks: Vec<_> = chunks.chunks_mut(len).map(Mutex::new).collect();
-    spread(chunks.len(), |i| {
-        work(i, &mut chunks[i].lock().unwrap_or_else(PoisonError::into_inner));
-    });
-}
-
 /// Calls `work` with ranges that cover `0..units`, each unit once.
 pub(crate) fn for_each_range(
     units: usize,
@@ -177,12 +168,13 @@ pub(crate) fn for_each_chunk<R: Plain>(
     len: usize,
     work: impl Fn(usize, &mut [R]) + Sync,
 ) {
-    let chunks = &mut results[..units * len];
-    if threads(units.saturating_mul(bytes_per_unit)) == 1 {
-        chunks.chunks_mut(len).enumerate().for_each(|(i, chunk)| work(i, chunk));
-    } else {
-        spread_chunks(chunks, len, work);
+    let chunks = results[..units * len].chunks_mut(len);
+    if units == 1 || threads(units.saturating_mul(bytes_per_unit)) == 1 {
+        return chunks.enumerate().for_each(|(i, chunk)| work(i, chunk));
     }
+    // There are few. Each lock is taken once, so that nobody waits for one.
+    let chunks: Vec<_> = chunks.map(Mutex::new).collect();
+    spread(units, |i| work(i, &mut chunks[i].lock().unwrap_or_else(PoisonError::into_inner)));
 }
 
 /// Calls `work` with ranges that cover `0..units` and a zeroed vector for each, to be filled with
@@ -200,18 +192,11 @@ pub(crate) fn sum_over_ranges<R: Plain>(
     let tasks = (units / 16).clamp(1, MAX_PARTIAL_SUMS);
     let len = total.len().max(1);
     let mut partials = Scratch::<R>::zeros(tasks * len);
-    let partials = &mut partials[..tasks * len];
-    let bytes = units.saturating_mul(bytes_per_unit);
-    if threads(bytes) == 1 || tasks == 1 {
-        for (i, partial) in partials.chunks_mut(len).enumerate() {
-            work(cut(units, tasks, i), &mut partial[..total.len()]);
-        }
-    } else {
-        spread_chunks(partials, len, |i, partial| {
-            work(cut(units, tasks, i), &mut partial[..total.len()]);
-        });
-    }
-    for partial in partials.chunks(len) {
+    let bytes_per_task = units.saturating_mul(bytes_per_unit).div_ceil(tasks);
+    for_each_chunk(tasks, bytes_per_task, &mut partials, len, |i, partial| {
+        work(cut(units, tasks, i), &mut partial[..total.len()]);
+    });
+    for partial in partials[..tasks * len].chunks(len) {
         for (sum, &value) in total.iter_mut().zip(partial) {
             *sum = sum.plus(value);
         }

@@ -127,11 +127,10 @@ impl Team {
         let (shared, asleep) = (Arc::clone(&self.shared), Arc::new(AtomicBool::new(false)));
         let name = format!("fuselane-{}", self.helpers.len() + 1);
         let flag = Arc::clone(&asleep);
-        let spawned = thread::Builder::new().name(name).spawn(move || help(&shared, &flag));
-        let spawned_one = spawned.is_ok();
-        self.helpers
-            .extend(spawned.map(|handle| Helper { thread: handle.thread().clone(), asleep }));
-        spawned_one
+        let builder = thread::Builder::new().name(name);
+        let Ok(handle) = builder.spawn(move || help(&shared, &flag)) else { return false };
+        self.helpers.push(Helper { thread: handle.thread().clone(), asleep });
+        true
     }
 }
 
@@ -234,16 +233,10 @@ fn wait(shared: &Shared, asleep: &AtomicBool, seen: usize) -> usize {
         }
         // The caller raises the count, then looks at the flag; so one of both sees the other.
         asleep.store(true, Ordering::SeqCst);
-        while asleep.load(Ordering::SeqCst) {
-            if let Some(count) = new() {
-                asleep.store(false, Ordering::SeqCst);
-                return count;
-            }
+        while asleep.load(Ordering::SeqCst) && new().is_none() {
             thread::park();
         }
-        if let Some(count) = new() {
-            return count;
-        }
+        asleep.store(false, Ordering::SeqCst);
     }
 }
 

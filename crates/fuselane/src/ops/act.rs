@@ -12,20 +12,19 @@
 //! | softplus | ln(1 + exp x) | s(x) |
 //! | relu_squared | max(x, 0)^2 | 2 max(x, 0) |
 //!
-//! NaN gives NaN, as it does in PyTorch; the gradients of relu
-//! and relu_squared are 0 where x <= 0, whatever arrives.
-//! Any shape works, and any strides as long as one dimension is contiguous in all tensors of
-//! the call.
+//! NaN gives NaN; the gradients of relu and relu_squared are 0 where x <= 0, whatever arrives.
+//! Any shape works, and any strides as long as one dimension is contiguous in all tensors of the call.
 
 use std::fmt;
 use std::str::FromStr;
 
-use super::contiguous_last;
+use super::{contiguous_last, double};
 use crate::error::{Error, Result};
 use crate::exec::operands::{Named, Operands};
 use crate::exec::rows::Rows;
 use crate::kernels::act::{Backward, BackwardFromOutput, Forward, InPlace};
 use crate::pool::Buffer;
+use crate::reference::act;
 use crate::simd::dispatch;
 use crate::view::{View, ViewMut};
 use crate::{DType, isa};
@@ -84,11 +83,11 @@ impl Act {
     }
 }
 
-/// Elements that a thread works on between looks at its row: a few vectors' worth of overhead is
-/// lost in it, and it stays in the first-level cache.
+/// Elements of a row of a task: enough to make a row's overhead small, and few enough for the first-level
+/// cache.
 const TILE: usize = 9216;
 
-/// The rows of a call whose operands all look like the first input. Nothing is read or written.
+/// The rows of a call whose operands all look like the first input.
 fn checked<'a, const I: usize>(
     inputs: [Named<View<'a>>; I],
     (name, output): Named<ViewMut<'a>>,
@@ -100,7 +99,7 @@ fn checked<'a, const I: usize>(
     Ok(Rows::new("act", operands)?.merged(true).tiled(TILE))
 }
 
-/// The rows of a call that replaces x. Nothing is read or written.
+/// The rows of a call that replaces x.
 fn checked_in_place(x: ViewMut<'_>) -> Result<Rows<'_, 0, 1>> {
     let ([], x, _) = contiguous_last([], x)?;
     let like = View::dense_shape(x.dtype(), x.shape())?;
@@ -119,19 +118,17 @@ impl Act {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn forward_into(self, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
-        if x.dtype() == DType::F64 {
-            return self.forward_double(x, o);
-        }
         let rows = checked([("x", x)], ("o", o))?;
-        let (isa, non_temporal) = (isa(), rows.non_temporal());
-        rows.for_each_task(1, |task| {
-            dispatch(isa, rows.dtype(), Forward { act: self, rows: task, non_temporal });
+        let (isa, dtype, non_temporal) = (isa(), rows.dtype(), rows.non_temporal());
+        rows.for_each_task(1, |rows| match dtype {
+            DType::F64 => double::each_element(rows, |[x]| act::forward(self, x)),
+            _ => dispatch(isa, dtype, Forward { act: self, rows, non_temporal }),
         });
         Ok(())
     }
 
-    /// The checks of [`Act::forward_into`], without the call: no element is read or written, so
-    /// that the views may stand for memory that only another device can reach.
+    /// The checks of [`Act::forward_into`] alone. No element is read or written: views may stand for
+    /// another device's memory.
     ///
     /// ```
     /// use fuselane::{Act, DType, View, ViewMut};
@@ -159,9 +156,7 @@ impl Act {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn forward(self, x: View<'_>) -> Result<Buffer> {
-        let mut o = Buffer::unfilled(x.dtype(), x.shape())?;
-        self.forward_into(x, o.view_mut())?;
-        Ok(o)
+        Buffer::filled(x.dtype(), x.shape(), |o| self.forward_into(x, o))
     }
 
     /// Replaces x by `f(x)`. For [`Act::None`] this touches nothing.
@@ -177,18 +172,16 @@ impl Act {
         if self == Self::None {
             return Ok(());
         }
-        if x.dtype() == DType::F64 {
-            return self.forward_double_in_place(x);
-        }
         let rows = checked_in_place(x)?;
-        let isa = isa();
-        rows.for_each_task(1, |task| {
-            dispatch(isa, rows.dtype(), InPlace { act: self, rows: task })
+        let (isa, dtype) = (isa(), rows.dtype());
+        rows.for_each_task(1, |rows| match dtype {
+            DType::F64 => double::each_element_in_place(rows, |x| act::forward(self, x)),
+            _ => dispatch(isa, dtype, InPlace { act: self, rows }),
         });
         Ok(())
     }
 
-    /// The checks of [`Act::forward_in_place`], without the call; see [`Act::check_forward`].
+    /// The checks of [`Act::forward_in_place`] alone; see [`Act::check_forward`].
     pub fn check_in_place(self, x: ViewMut<'_>) -> Result<()> {
         if self == Self::None {
             return Ok(());
@@ -207,27 +200,23 @@ impl Act {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(self, x: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
-        if x.dtype() == DType::F64 {
-            return self.backward_double(x, grad, dx);
-        }
         let rows = checked([("x", x), ("grad", grad)], ("dx", dx))?;
-        let (isa, non_temporal) = (isa(), rows.non_temporal());
-        rows.for_each_task(1, |task| {
-            dispatch(isa, rows.dtype(), Backward { act: self, rows: task, non_temporal });
+        let (isa, dtype, non_temporal) = (isa(), rows.dtype(), rows.non_temporal());
+        rows.for_each_task(1, |rows| match dtype {
+            DType::F64 => double::each_element(rows, |[x, grad]| act::backward(self, x, grad)),
+            _ => dispatch(isa, dtype, Backward { act: self, rows, non_temporal }),
         });
         Ok(())
     }
 
-    /// The checks of [`Act::backward_into`], without the call; see [`Act::check_forward`].
+    /// The checks of [`Act::backward_into`] alone; see [`Act::check_forward`].
     pub fn check_backward(self, x: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
         checked([("x", x), ("grad", grad)], ("dx", dx)).map(drop)
     }
 
     /// `dx` of [`Act::backward_into`] in a buffer from the pool.
     pub fn backward(self, x: View<'_>, grad: View<'_>) -> Result<Buffer> {
-        let mut dx = Buffer::unfilled(x.dtype(), x.shape())?;
-        self.backward_into(x, grad, dx.view_mut())?;
-        Ok(dx)
+        Buffer::filled(x.dtype(), x.shape(), |dx| self.backward_into(x, grad, dx))
     }
 
     /// Whether [`Act::backward_from_output_into`] can do without x.
@@ -235,10 +224,9 @@ impl Act {
         matches!(self, Self::None | Self::Relu | Self::Sigmoid | Self::Tanh)
     }
 
-    /// Writes `dx` from the output `o` of the forward, where that was kept and x was not: for none,
-    /// relu, sigmoid (o (1 - o)) and tanh (1 - o²). It needs no exponential, so it is the faster
-    /// form; but where o is close to 1, its rounding is most of what is left of the slope. That is
-    /// what PyTorch does for sigmoid and tanh.
+    /// Writes `dx` from the output `o` of the forward: for none, relu, sigmoid (o (1 - o)) and tanh
+    /// (1 - o²), as PyTorch does. It needs no exponential, so it is faster; but where o is close to 1, its
+    /// rounding is most of what is left of the slope.
     ///
     /// ```
     /// use fuselane::{Act, View, ViewMut};
@@ -254,46 +242,40 @@ impl Act {
         grad: View<'_>,
         dx: ViewMut<'_>,
     ) -> Result<()> {
-        if o.dtype() == DType::F64 {
-            return self.backward_double_from_output(o, grad, dx);
-        }
-        let rows = self.checked_from_output(o, grad, dx)?;
-        let (isa, non_temporal) = (isa(), rows.non_temporal());
-        rows.for_each_task(1, |task| {
-            dispatch(isa, rows.dtype(), BackwardFromOutput { act: self, rows: task, non_temporal });
+        self.check_slope_from_output()?;
+        let rows = checked([("o", o), ("grad", grad)], ("dx", dx))?;
+        let (isa, dtype, non_temporal) = (isa(), rows.dtype(), rows.non_temporal());
+        rows.for_each_task(1, |rows| match dtype {
+            DType::F64 => {
+                double::each_element(rows, |[o, grad]| act::backward_from_output(self, o, grad))
+            }
+            _ => dispatch(isa, dtype, BackwardFromOutput { act: self, rows, non_temporal }),
         });
         Ok(())
     }
 
-    /// The checks of [`Act::backward_from_output_into`], without the call; see
-    /// [`Act::check_forward`].
+    /// The checks of [`Act::backward_from_output_into`] alone; see [`Act::check_forward`].
     pub fn check_backward_from_output(
         self,
         o: View<'_>,
         grad: View<'_>,
         dx: ViewMut<'_>,
     ) -> Result<()> {
-        self.checked_from_output(o, grad, dx).map(drop)
+        self.check_slope_from_output()?;
+        checked([("o", o), ("grad", grad)], ("dx", dx)).map(drop)
     }
 
-    fn checked_from_output<'a>(
-        self,
-        o: View<'a>,
-        grad: View<'a>,
-        dx: ViewMut<'a>,
-    ) -> Result<Rows<'a, 2, 1>> {
+    fn check_slope_from_output(self) -> Result<()> {
         if !self.has_slope_from_output() {
             let expected = "none, relu, sigmoid or tanh (others need x, see backward_into)";
             return Err(Error::new("act", "name", format!("is {self}"), expected));
         }
-        checked([("o", o), ("grad", grad)], ("dx", dx))
+        Ok(())
     }
 
     /// `dx` of [`Act::backward_from_output_into`] in a buffer from the pool.
     pub fn backward_from_output(self, o: View<'_>, grad: View<'_>) -> Result<Buffer> {
-        let mut dx = Buffer::unfilled(o.dtype(), o.shape())?;
-        self.backward_from_output_into(o, grad, dx.view_mut())?;
-        Ok(dx)
+        Buffer::filled(o.dtype(), o.shape(), |dx| self.backward_from_output_into(o, grad, dx))
     }
 }
 

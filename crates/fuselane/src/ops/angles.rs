@@ -15,6 +15,7 @@ use std::ops::Range;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::exec::operands::wrong_shape;
 use crate::exec::scratch::Scratch;
 use crate::isa;
 use crate::kernels::encode::SinCos;
@@ -82,7 +83,13 @@ impl<'a> From<&'a AngleTable> for Angles<'a> {
 pub struct AngleTable {
     split: AngleSplit,
     axes: Vec<TableAxis>,
-    values: Values,
+    /// The type of arithmetic. In f64 there is only theta, from which the reference makes sines and
+    /// cosines anew, with the same bits.
+    real: DType,
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+    /// The columns of theta in use.
+    theta: Vec<f64>,
 }
 
 /// How many angles a head has, and how they spread over theta and the axes.
@@ -117,28 +124,6 @@ pub struct TableAxis {
     pub width: usize,
 }
 
-#[derive(Debug, Clone, PartialEq)]
-enum Values {
-    F32 {
-        cos: Vec<f32>,
-        sin: Vec<f32>,
-    },
-    /// The columns of theta in use. The reference makes sines and cosines from them anew, with the
-    /// same bits.
-    F64 {
-        theta: Vec<f64>,
-    },
-}
-
-impl Values {
-    fn dtype(&self) -> DType {
-        match self {
-            Self::F32 { .. } => DType::F32,
-            Self::F64 { .. } => DType::F64,
-        }
-    }
-}
-
 impl AngleSplit {
     /// Checks theta's shape and spreads `count` angles over it.
     pub(crate) fn new(
@@ -148,19 +133,16 @@ impl AngleSplit {
         axes: usize,
     ) -> Result<Self> {
         let &[theta_heads, theta_columns] = theta.shape() else {
-            return Err(Error::new(
-                operator,
-                "theta",
-                format!("has shape {:?}", theta.shape()),
-                "(heads, frequencies), (1, frequencies) or (heads, 1)",
-            ));
+            let expected = "(heads, frequencies), (1, frequencies) or (heads, 1)";
+            return Err(wrong_shape(operator, "theta", theta, expected));
         };
         let per_axis = if theta_columns == 1 { count.div_ceil(axes.max(1)) } else { theta_columns };
         if per_axis.saturating_mul(axes) < count {
+            let got = format!("has {theta_columns} frequencies for each of {axes} axes");
             return Err(Error::new(
                 operator,
                 "theta",
-                format!("has {theta_columns} frequencies for each of {axes} axes"),
+                got,
                 format!("at least {count} angles in all"),
             ));
         }
@@ -170,12 +152,8 @@ impl AngleSplit {
     /// Heads have to be the call's, or one for all.
     fn check_heads(&self, operator: &'static str, name: &'static str, heads: usize) -> Result<()> {
         if self.theta_heads != 1 && self.theta_heads != heads {
-            return Err(Error::new(
-                operator,
-                name,
-                format!("has {} heads", self.theta_heads),
-                format!("1 or {heads} (heads of x)"),
-            ));
+            let got = format!("has {} heads", self.theta_heads);
+            return Err(Error::new(operator, name, got, format!("1 or {heads} (heads of x)")));
         }
         Ok(())
     }
@@ -286,42 +264,42 @@ impl AngleTable {
                     Error::new(OPERATOR, "positions", got, "a table that fits")
                 })?;
         }
-        let values = if dtype == DType::F64 {
+        let mut table = Self {
+            split,
+            axes: entries,
+            real: dtype.real(),
+            cos: Vec::new(),
+            sin: Vec::new(),
+            theta: Vec::new(),
+        };
+        if dtype == DType::F64 {
             // What is too large for other dtypes is refused here, too. Without the black box the
             // compiler may leave memory out that nobody uses.
             std::hint::black_box(room::<f64>(OPERATOR, total)?);
-            Values::F64 { theta: split.used(theta)?.to_f64_vec() }
-        } else {
-            let [mut cos, mut sin] = room::<f32>(OPERATOR, total)?;
-            cos.resize(total, 0.0);
-            sin.resize(total, 0.0);
-            let frequencies = split.frequencies(theta);
-            for (axis, entry) in entries.iter().enumerate() {
-                // Without angles there may be any number of coordinates.
-                let len = if entry.width == 0 || split.theta_heads == 0 { 0 } else { entry.len };
-                for i in 0..len {
-                    let coordinate = (entry.start + i as i64) as f32;
-                    for head in 0..split.theta_heads {
-                        let at = entry.first + (i * split.theta_heads + head) * entry.width;
-                        let theta = &frequencies[head * count..][split.range(axis)];
-                        let (cos, sin) =
-                            (&mut cos[at..at + entry.width], &mut sin[at..at + entry.width]);
-                        let kernel = SinCos { coordinate, theta, cos, sin };
-                        dispatch(isa(), DType::F32, kernel);
-                    }
-                }
+            table.theta = split.used(theta)?.to_f64_vec();
+            return Ok(table);
+        }
+        let [mut cos, mut sin] = room::<f32>(OPERATOR, total)?;
+        cos.resize(total, 0.0);
+        sin.resize(total, 0.0);
+        let frequencies = split.frequencies(theta);
+        for (axis, entry) in table.axes.iter().enumerate() {
+            // Without angles there may be any number of coordinates.
+            let len = if entry.width == 0 || split.theta_heads == 0 { 0 } else { entry.len };
+            for (i, head) in (0..len).flat_map(|i| (0..split.theta_heads).map(move |j| (i, j))) {
+                let coordinate = (entry.start + i as i64) as f32;
+                let at = entry.first + (i * split.theta_heads + head) * entry.width;
+                let theta = &frequencies[head * count..][split.range(axis)];
+                let (cos, sin) = (&mut cos[at..][..entry.width], &mut sin[at..][..entry.width]);
+                dispatch(isa(), DType::F32, SinCos { coordinate, theta, cos, sin });
             }
-            Values::F32 { cos, sin }
-        };
-        Ok(Self { split, axes: entries, values })
+        }
+        Ok(Self { cos, sin, ..table })
     }
 
     /// Bytes that the table takes.
     pub fn bytes(&self) -> usize {
-        match &self.values {
-            Values::F32 { cos, .. } => cos.len() * 8,
-            Values::F64 { theta } => theta.len() * 8,
-        }
+        (self.cos.len() + self.theta.len()) * 8
     }
 
     /// Angles per token and head.
@@ -331,10 +309,7 @@ impl AngleTable {
 
     /// The columns of theta in use, of a table for f64.
     pub(crate) fn theta_f64(&self) -> &[f64] {
-        match &self.values {
-            Values::F32 { .. } => &[],
-            Values::F64 { theta } => theta,
-        }
+        &self.theta
     }
 
     /// How the angles spread over theta and the axes.
@@ -362,18 +337,12 @@ impl AngleTable {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn cosines_f32(&self) -> Option<&[f32]> {
-        match &self.values {
-            Values::F32 { cos, .. } => Some(cos),
-            Values::F64 { .. } => None,
-        }
+        (self.real == DType::F32).then_some(&self.cos[..])
     }
 
     /// All sines, in the order of [`AngleTable::cosines_f32`]; `None` if they are f64.
     pub fn sines_f32(&self) -> Option<&[f32]> {
-        match &self.values {
-            Values::F32 { sin, .. } => Some(sin),
-            Values::F64 { .. } => None,
-        }
+        (self.real == DType::F32).then_some(&self.sin[..])
     }
 }
 
@@ -381,12 +350,8 @@ impl AngleTable {
 fn room<R>(operator: &'static str, total: usize) -> Result<[Vec<R>; 2]> {
     let [mut cos, mut sin] = [const { Vec::new() }; 2];
     if cos.try_reserve_exact(total).is_err() || sin.try_reserve_exact(total).is_err() {
-        return Err(Error::new(
-            operator,
-            "positions",
-            format!("need a table of {} bytes", 2 * total * size_of::<R>()),
-            "memory for it",
-        ));
+        let got = format!("need a table of {} bytes", 2 * total * size_of::<R>());
+        return Err(Error::new(operator, "positions", got, "memory for it"));
     }
     Ok([cos, sin])
 }
@@ -519,37 +484,22 @@ pub(crate) fn check(
     placement: Placement<'_>,
     count: usize,
     real: DType,
-    [batch, tokens, heads]: [usize; 3],
+    [batch, tokens, heads, _]: [usize; 4],
 ) -> Result<AngleSplit> {
     placement.check(operator, batch, tokens)?;
-    match angles {
+    let table = match angles {
+        Angles::Table(table) => table,
         Angles::Theta(theta) => {
             let split = AngleSplit::new(operator, theta, count, placement.axes())?;
             split.check_heads(operator, "theta", heads)?;
-            Ok(split)
+            return Ok(split);
         }
-        Angles::Table(table) => {
-            check_table(operator, table, real, placement, count, heads, tokens)?;
-            Ok(table.split)
-        }
-    }
-}
-
-fn check_table(
-    operator: &'static str,
-    table: &AngleTable,
-    real: DType,
-    placement: Placement<'_>,
-    count: usize,
-    heads: usize,
-    tokens: usize,
-) -> Result<()> {
+    };
     let fail =
         |got: String, expected: String| Err(Error::new(operator, "angle table", got, expected));
     table.split.check_heads(operator, "angle table", heads)?;
-    if table.values.dtype() != real {
-        let expected = format!("{real} (arithmetic type of x)");
-        return fail(format!("is of {}", table.values.dtype()), expected);
+    if table.real != real {
+        return fail(format!("is of {}", table.real), format!("{real} (arithmetic type of x)"));
     }
     if table.split.count != count {
         return fail(format!("has {} angles", table.split.count), format!("{count}"));
@@ -587,5 +537,5 @@ fn check_table(
             );
         }
     }
-    Ok(())
+    Ok(table.split)
 }

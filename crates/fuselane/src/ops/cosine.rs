@@ -35,9 +35,8 @@ pub struct Cosine<'a> {
     pub positions: Positions<'a>,
     /// The first tokens, which have angle 0 (class or condition tokens).
     pub extra_tokens: usize,
-    /// Ends of packed sequences along the token dimension (`cu_seqlens`): from 0, never falling,
-    /// to the number of tokens. Positions start anew in each, and a softmax over the sequence
-    /// stays within each.
+    /// Ends of packed sequences along the token dimension (`cu_seqlens`): from 0, never falling, to the
+    /// number of tokens. Positions start anew in each, and a softmax over the sequence stays within it.
     pub sequences: Option<&'a [usize]>,
 }
 
@@ -85,15 +84,13 @@ impl Cosine<'_> {
         self.encode(x, angles.into(), o)
     }
 
-    /// [`Cosine::forward_into`] without type parameters, so that kernels are compiled once, in this crate,
-    /// and not again in each that calls it.
+    /// [`Cosine::forward_into`] without type parameters, so that kernels are compiled in this crate alone.
     fn encode(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()> {
         encode::forward(self, x, angles, o)
     }
 
-    /// The checks of [`Cosine::forward_into`], without the call, and what it comes to. No element is
-    /// read or written (of a table neither), so that the views may stand for memory that only another
-    /// device can reach.
+    /// The checks of [`Cosine::forward_into`] alone, and what the call comes to. No element is read or written
+    /// (of a table neither): views may stand for another device's memory.
     ///
     /// ```
     /// use fuselane::{Cosine, View, ViewMut};
@@ -109,14 +106,14 @@ impl Cosine<'_> {
         angles: Angles<'_>,
         mut o: ViewMut<'_>,
     ) -> Result<plan::Encoding> {
-        encode::check_forward(self, x, angles, &mut o)
+        Ok(encode::check_forward(self, x, angles, &mut o)?.1)
     }
 
     /// The encoded `x` in a buffer from the pool.
     pub fn forward<'c>(&self, x: View<'_>, angles: impl Into<Angles<'c>>) -> Result<Buffer> {
-        let mut o = encode::output::<Waves>(x)?;
-        self.forward_into(x, angles, o.view_mut())?;
-        Ok(o)
+        let mut shape = x.shape().to_vec();
+        shape.last_mut().into_iter().for_each(|d| *d *= 2);
+        Buffer::filled(x.dtype(), &shape, |o| self.forward_into(x, angles, o))
     }
 
     /// Writes the gradients that are asked for.
@@ -140,11 +137,10 @@ impl Cosine<'_> {
         encode::backward(self, call)
     }
 
-    /// The checks of [`Cosine::backward_into`], without the call, and what it comes to; see
-    /// [`Cosine::check_forward`]. A call with neither x nor dx asks for nothing, and comes to an
-    /// encoding without tokens.
+    /// The checks of [`Cosine::backward_into`] alone, and what the call comes to; see
+    /// [`Cosine::check_forward`]. Without x and dx it comes to an encoding without tokens.
     pub fn check_backward(&self, mut call: CosineBackward<'_>) -> Result<plan::Encoding> {
-        encode::check_backward(self, &mut call)
+        Ok(encode::check_backward(self, &mut call)?.1)
     }
 
     /// `dx` of [`Cosine::backward_into`] in a buffer from the pool.
@@ -154,10 +150,12 @@ impl Cosine<'_> {
         grad: View<'_>,
         angles: impl Into<Angles<'c>>,
     ) -> Result<Buffer> {
-        let mut dx = encode::gradient::<Waves>(grad)?;
-        let (angles, view) = (angles.into(), dx.view_mut());
-        self.backward_into(CosineBackward { x, grad, angles, dx: Some(view), dtheta: None })?;
-        Ok(dx)
+        let mut shape = grad.shape().to_vec();
+        shape.last_mut().into_iter().for_each(|width| *width /= 2);
+        let angles = angles.into();
+        Buffer::filled(grad.dtype(), &shape, |dx| {
+            self.backward_into(CosineBackward { x, grad, angles, dx: Some(dx), dtheta: None })
+        })
     }
 }
 

@@ -15,7 +15,7 @@ use super::angles::{self, AngleSplit, Angles, Placement};
 use super::double;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::exec::operands::{Named, Operands, contiguous_rows, disjoint};
+use crate::exec::operands::{Named, Operands, check_shape, contiguous_rows, disjoint, wrong_shape};
 use crate::exec::parallel::current_threads;
 use crate::exec::rows::Rows;
 use crate::exec::scratch::Scratch;
@@ -25,7 +25,6 @@ use crate::kernels::encode::{
 };
 use crate::kernels::lanes::Lane;
 use crate::plan;
-use crate::pool::Buffer;
 use crate::reference::{self, angles::Input};
 use crate::simd::dispatch;
 use crate::view::{View, ViewMut};
@@ -144,18 +143,6 @@ impl<'a> Common<'a> {
         self.act != FusedAct::default() || call.dtheta.is_some()
     }
 
-    /// Checks the angles of a call on activations of `dtype`.
-    fn check_angles<E: Encoding>(
-        &self,
-        encoding: E,
-        angles: Angles<'_>,
-        dtype: DType,
-        [b, n, h, _]: [usize; 4],
-    ) -> Result<AngleSplit> {
-        let (placement, count) = (self.placement, encoding.angles());
-        angles::check(E::OPERATOR, angles, placement, count, dtype.real(), [b, n, h])
-    }
-
     /// What kernels need of a call that was checked and is not empty. Reads theta.
     fn plan<E: Encoding>(
         &self,
@@ -191,46 +178,22 @@ fn theta(angles: Angles<'_>) -> Named<Option<View<'_>>> {
     }
 }
 
-/// The encoding of a forward, from the features of x.
-fn forward_encoding<O: Options>(
-    options: &O,
-    x: View<'_>,
-    angles: Angles<'_>,
-) -> Result<O::Encoding> {
-    let [.., d] = dimensions(O::Encoding::OPERATOR, "x", &x, options.common().layout)?;
-    options.encoding(angles, d)
-}
-
-/// The encoding of a backward. Where x and grad differ, grad is at fault, and not theta.
-fn backward_encoding<O: Options>(options: &O, call: &EncodingBackward<'_>) -> Result<O::Encoding> {
-    let (operator, layout) = (O::Encoding::OPERATOR, options.common().layout);
-    let [.., width] = dimensions(operator, "grad", &call.grad, layout)?;
-    let d = match &call.x {
-        Some(x) => dimensions(operator, "x", x, layout)?[3],
-        None => width / O::Encoding::OUTPUTS,
-    };
-    options.encoding(call.angles, d)
-}
-
 /// Batch, tokens, heads and features of a tensor.
 pub(crate) fn dimensions(
     operator: &'static str,
     name: &'static str,
-    view: &View<'_>,
+    view: View<'_>,
     layout: TokenLayout,
 ) -> Result<[usize; 4]> {
     match (view.shape(), layout) {
         (&[b, n, h, d], TokenLayout::TokensHeads) => Ok([b, n, h, d]),
         (&[b, h, n, d], TokenLayout::HeadsTokens) => Ok([b, n, h, d]),
-        (shape, _) => Err(Error::new(
-            operator,
-            name,
-            format!("has shape {shape:?}"),
-            match layout {
-                TokenLayout::TokensHeads => "(batch, tokens, heads, features)",
-                TokenLayout::HeadsTokens => "(batch, heads, tokens, features)",
-            },
-        )),
+        (_, TokenLayout::TokensHeads) => {
+            Err(wrong_shape(operator, name, view, "(batch, tokens, heads, features)"))
+        }
+        (_, TokenLayout::HeadsTokens) => {
+            Err(wrong_shape(operator, name, view, "(batch, heads, tokens, features)"))
+        }
     }
 }
 
@@ -242,45 +205,28 @@ fn tokens_first(layout: TokenLayout) -> [usize; 4] {
     }
 }
 
-fn check_shape(
-    operator: &'static str,
-    name: &'static str,
-    view: &View<'_>,
-    like: (&'static str, &View<'_>),
-    features: usize,
-) -> Result<()> {
-    let expected = [&like.1.shape()[..3], &[features]].concat();
-    if view.shape() != expected {
-        return Err(Error::new(
-            operator,
-            name,
-            format!("has shape {:?}", view.shape()),
-            format!("{expected:?} (from {} {:?})", like.0, like.1.shape()),
-        ));
-    }
-    contiguous_rows(operator, name, *view)
-}
-
 /// Checks a forward, and tells what it comes to. Nothing is read or written.
 pub(crate) fn check_forward<O: Options>(
     options: &O,
     x: View<'_>,
     angles: Angles<'_>,
     o: &mut ViewMut<'_>,
-) -> Result<plan::Encoding> {
+) -> Result<(O::Encoding, plan::Encoding)> {
     let (operator, common) = (O::Encoding::OPERATOR, options.common());
-    let encoding = forward_encoding(options, x, angles)?;
-    let dims @ [.., d] = dimensions(operator, "x", &x, common.layout)?;
+    let dims @ [.., d] = dimensions(operator, "x", x, common.layout)?;
+    let encoding = options.encoding(angles, d)?;
     let width = O::Encoding::OUTPUTS * d;
-    check_shape(operator, "o", &o.as_view(), ("x", &x), width)?;
+    check_shape(operator, ("o", o.as_view()), ("x", x), width)?;
+    contiguous_rows(operator, "o", o.as_view())?;
     contiguous_rows(operator, "x", x)?;
-    let split = common.check_angles(encoding, angles, x.dtype(), dims)?;
+    let (count, real) = (encoding.angles(), x.dtype().real());
+    let split = angles::check(operator, angles, common.placement, count, real, dims)?;
     // All of it at once: packed sequences are worked on one after the other.
     disjoint(operator, &[("x", Some(x)), theta(angles)], &[("o", o.as_view())])?;
     if !x.is_empty() {
         forward_operands(x, o.reborrow(), width).check(operator)?;
     }
-    Ok(planned(encoding, dims, split))
+    Ok((encoding, planned(encoding, dims, split)))
 }
 
 fn forward_operands<'a>(x: View<'a>, o: ViewMut<'a>, width: usize) -> Operands<'a, 1, 1, 0, 0> {
@@ -306,15 +252,14 @@ pub(crate) fn forward<O: Options>(
     angles: Angles<'_>,
     mut o: ViewMut<'_>,
 ) -> Result<()> {
-    if x.dtype() == DType::F64 {
-        return double::encode(options, x, angles, o);
-    }
-    let checked = check_forward(options, x, angles, &mut o)?;
+    let (encoding, checked) = check_forward(options, x, angles, &mut o)?;
     if x.is_empty() {
         return Ok(());
     }
+    if x.dtype() == DType::F64 {
+        return double::encode(options, &checked, x, angles, o);
+    }
     let (operator, common) = (O::Encoding::OPERATOR, options.common());
-    let encoding = forward_encoding(options, x, angles)?;
     let order = tokens_first(common.layout);
     let isa = isa();
     let passes = Passes { backward: false, dtheta: false };
@@ -334,57 +279,44 @@ pub(crate) fn forward<O: Options>(
     Ok(())
 }
 
-/// A buffer from the pool for `o`.
-pub(crate) fn output<E: Encoding>(x: View<'_>) -> Result<Buffer> {
-    scaled_last(x, |d| E::OUTPUTS * d)
-}
-
-/// A buffer from the pool for `dx`.
-pub(crate) fn gradient<E: Encoding>(grad: View<'_>) -> Result<Buffer> {
-    scaled_last(grad, |width| width / E::OUTPUTS)
-}
-
-/// A buffer in the shape of a view but for the last dimension.
-fn scaled_last(view: View<'_>, scale: impl Fn(usize) -> usize) -> Result<Buffer> {
-    let mut shape = view.shape().to_vec();
-    if let Some(last) = shape.last_mut() {
-        *last = scale(*last);
-    }
-    Buffer::unfilled(view.dtype(), &shape)
-}
-
 /// Checks a backward, and tells what it comes to: nothing at all, if it asks for nothing. Nothing is
 /// read or written.
 pub(crate) fn check_backward<O: Options>(
     options: &O,
     call: &mut EncodingBackward<'_>,
-) -> Result<plan::Encoding> {
+) -> Result<(O::Encoding, plan::Encoding)> {
     let (operator, common) = (O::Encoding::OPERATOR, options.common());
-    let encoding = backward_encoding(options, call)?;
+    // Where x and grad differ, grad is at fault, and not theta.
+    let [.., width] = dimensions(operator, "grad", call.grad, common.layout)?;
+    let d = match call.x {
+        Some(x) => dimensions(operator, "x", x, common.layout)?[3],
+        None => width / O::Encoding::OUTPUTS,
+    };
+    let encoding = options.encoding(call.angles, d)?;
     let (grad, needs_x) = (call.grad, common.needs_x(call));
     if needs_x && call.x.is_none() {
         let expected = "it (the backward of an activation and dtheta need it)";
         return Err(Error::new(operator, "x", "is missing", expected));
     }
     let Some(like) = call.like()? else {
-        return Ok(planned(encoding, [0; 4], AngleSplit::default()));
+        return Ok((encoding, planned(encoding, [0; 4], AngleSplit::default())));
     };
-    let dims @ [.., d] = dimensions(operator, like.0, &like.1, common.layout)?;
+    let dims @ [.., d] = dimensions(operator, like.0, like.1, common.layout)?;
     let width = O::Encoding::OUTPUTS * d;
-    check_shape(operator, "grad", &grad, (like.0, &like.1), width)?;
-    if let Some(dx) = &call.dx {
-        check_shape(operator, "dx", &dx.as_view(), (like.0, &like.1), d)?;
+    let dx = call.dx.as_ref().map(ViewMut::as_view);
+    for (name, view, len) in [("grad", Some(grad), width), ("dx", dx, d), ("x", call.x, d)] {
+        if let Some(view) = view {
+            check_shape(operator, (name, view), like, len)?;
+            contiguous_rows(operator, name, view)?;
+        }
     }
-    if let Some(x) = &call.x {
-        contiguous_rows(operator, "x", *x)?;
-    }
-    let split = common.check_angles(encoding, call.angles, like.1.dtype(), dims)?;
+    let (count, real) = (encoding.angles(), like.1.dtype().real());
+    let split = angles::check(operator, call.angles, common.placement, count, real, dims)?;
     if let Some(dtheta) = &call.dtheta {
         let expected = [split.theta_heads, split.theta_columns];
         if dtheta.shape() != expected {
-            let got = format!("has shape {:?}", dtheta.shape());
             let expected = format!("{expected:?} (shape of theta)");
-            return Err(Error::new(operator, "dtheta", got, expected));
+            return Err(wrong_shape(operator, "dtheta", dtheta.as_view(), expected));
         }
     }
     let inputs = [("x", call.x), ("grad", Some(grad)), theta(call.angles)];
@@ -395,31 +327,28 @@ pub(crate) fn check_backward<O: Options>(
     if !like.1.is_empty() {
         let dx = call.dx.as_mut().map(ViewMut::reborrow);
         let x = call.x.filter(|_| needs_x);
-        backward_operands(like, x, grad, dx, width).check(operator)?;
+        backward_operands(like, x, grad, [("dx", dx)], width).check(operator)?;
     }
-    Ok(planned(encoding, dims, split))
+    Ok((encoding, planned(encoding, dims, split)))
 }
 
-fn backward_operands<'a>(
+fn backward_operands<'a, const K: usize>(
     like: Named<View<'a>>,
     x: Option<View<'a>>,
     grad: View<'a>,
-    dx: Option<ViewMut<'a>>,
+    outputs: [Named<Option<ViewMut<'a>>>; K],
     width: usize,
-) -> Operands<'a, 2, 1, 0, 0> {
+) -> Operands<'a, 2, K, 0, 0> {
     Operands {
         input_len: [None, Some(width)],
-        ..Operands::plain(like, [("x", x), ("grad", Some(grad))], [("dx", dx)])
+        ..Operands::plain(like, [("x", x), ("grad", Some(grad))], outputs)
     }
 }
 
 /// Pulls `grad` back through the encoding and the activation.
 pub(crate) fn backward<O: Options>(options: &O, mut call: EncodingBackward<'_>) -> Result<()> {
-    if call.grad.dtype() == DType::F64 {
-        return double::encode_backward(options, call);
-    }
     let (operator, common) = (O::Encoding::OPERATOR, options.common());
-    let checked = check_backward(options, &mut call)?;
+    let (encoding, checked) = check_backward(options, &mut call)?;
     let Some(like) = call.like()? else { return Ok(()) };
     if like.1.is_empty() || (call.dx.is_none() && call.dtheta.is_none()) {
         if let Some(dtheta) = &mut call.dtheta {
@@ -427,7 +356,9 @@ pub(crate) fn backward<O: Options>(options: &O, mut call: EncodingBackward<'_>) 
         }
         return Ok(());
     }
-    let encoding = backward_encoding(options, &call)?;
+    if call.grad.dtype() == DType::F64 {
+        return double::encode_backward(options, &checked, call);
+    }
     let plan::Encoding { batch: b, heads: h, features: d, split, .. } = checked;
     let width = checked.output_features;
     let (grad, dtype) = (call.grad, like.1.dtype());
@@ -465,15 +396,12 @@ pub(crate) fn backward<O: Options>(options: &O, mut call: EncodingBackward<'_>) 
         if common.act == FusedAct::SoftmaxSequence {
             let sums = b * h * plan.segments.width();
             dots = Scratch::zeros(sums);
-            let inputs = [("x", x), ("grad", Some(grad))];
-            let operands = Operands::plain(like, inputs, []);
-            let operands = Operands { input_len: [None, Some(width)], ..operands };
-            let rows = Rows::new(operator, operands)?;
+            let rows = Rows::new(operator, backward_operands(like, x, grad, [], width))?;
             rows.sum_over_tasks(b * h, &mut dots[..sums], |part, sums| {
                 dispatch(isa, rows.dtype(), Dots { walk, rows: part, columns, sums });
             });
         }
-        let rows = Rows::new(operator, backward_operands(like, x, grad, dx, width))?;
+        let rows = Rows::new(operator, backward_operands(like, x, grad, [("dx", dx)], width))?;
         let (dots, non_temporal) = (&dots, rows.non_temporal());
         if for_theta {
             let total = &mut angle_sums[..split.theta_heads * split.count];

@@ -24,22 +24,21 @@
 //! rstd = 1 / sigma and, if centered, the mean of p.
 //!
 //! **Numerics.** Everything is computed in f32 (f64 for f64) and rounded once at the store; what is
-//! normalized is the unrounded sum, of which `residual_out` receives a rounded copy. Sums run in
-//! lanes within chunks of 2,048 elements and in f64 across chunks, so their error does not grow
-//! with d. The mean is taken twice: after a first one m, q0 = p - m has a small mean delta (what
-//! rounding left over), and mean(q0^2) - delta^2 is the variance without cancellation, even where
-//! the mean is a million times the deviation. The backward finds delta anew, so rounding the kept
-//! mean costs nothing.
+//! normalized is the unrounded sum, of which `residual_out` receives a rounded copy. Sums run in lanes
+//! within chunks of 2,048 elements and in f64 across chunks, so that their error does not grow with d.
+//! The mean is taken twice: after a first one m, q0 = p - m has a small mean delta (what rounding left
+//! over), and mean(q0^2) - delta^2 is the variance without cancellation, even where the mean is a
+//! million times the deviation. The backward finds delta anew, so that rounding the kept mean is free.
 //!
 //! **Passes.** To the kernels, each group is a row. A row is read from memory once: the pass that writes
 //! it finds it in the first-level cache, or finds p as the pass before saved it. Short rows go in tiles,
-//! pass by pass. The usual calls have loops of their own, which evaluate a gate on the way; in all others
-//! the loops choose block by block, and the values of a gate are found before.
+//! pass by pass. The usual calls have loops of their own; in all others the loops choose block by block.
 
 #[cfg(test)]
 pub(super) mod tests;
 
 use super::act::Act;
+use super::double;
 use crate::error::{Error, Result};
 use crate::exec::operands::{Operands, check_parameter, disjoint};
 use crate::exec::rows::{Rows, TaskRows};
@@ -124,9 +123,9 @@ pub enum Residual<'a> {
     Add(View<'a>),
     /// It is added to x, and the second view receives the sum, rounded to its dtype.
     ///
-    /// A backward may read this sum in the place of x and the residual. In 16 bits, it then works on a p
-    /// that is off by that rounding, while the statistics are those of the unrounded sum. To keep it
-    /// exact, keep x and the residual, and give both to it: see [`NormalizeBackward::residual`].
+    /// A backward may read this sum in the place of x and the residual. In 16 bits, it then works on the
+    /// rounded sum, while the statistics are those of the unrounded one. To be exact, give it x and the
+    /// residual: see [`NormalizeBackward::residual`].
     AddInto(View<'a>, ViewMut<'a>),
     /// It is added to x, and its own memory receives the sum, as with [`Residual::AddInto`].
     AddInPlace(ViewMut<'a>),
@@ -213,8 +212,7 @@ pub struct NormalizeBackward<'a> {
     pub grad_residual_out: Option<View<'a>>,
     /// Receives the gradient of x.
     pub dx: Option<ViewMut<'a>>,
-    /// Receives the gradient of the residual, which has the same values as `dx`: a caller who can
-    /// use one tensor for both leaves this out.
+    /// Receives the gradient of the residual. Its values are those of `dx`, which may serve for both.
     pub dresidual: Option<ViewMut<'a>>,
     /// Receives the gradient of the gate.
     pub dgate: Option<ViewMut<'a>>,
@@ -385,21 +383,21 @@ impl Normalize {
     /// assert_eq!(o, [9.0, 21.0, 9.0, 21.0]);
     /// # Ok::<(), fuselane::Error>(())
     /// ```
-    pub fn forward_into(&self, call: NormalizeForward<'_>) -> Result<()> {
-        if call.x.dtype() == DType::F64 {
-            return self.forward_double(call);
-        }
+    pub fn forward_into(&self, mut call: NormalizeForward<'_>) -> Result<()> {
         let (weight, bias) = (call.weight, call.bias);
-        let (rows, options, d) = self.checked_forward(call)?;
+        let (rows, options, d) = self.checked_forward(&mut call)?;
+        if rows.dtype() == DType::F64 {
+            double::normalize(self, call);
+            return Ok(());
+        }
         let (isa, eps, groups) = (isa(), self.eps, self.groups_as_rows(d));
         let rows = rows.split(groups).merged(false);
         if rows.count() == 0 {
             return Ok(());
         }
         let (dtype, non_temporal) = (rows.dtype(), rows.non_temporal());
-        let (weight, bias_len) = (self.scaled_weight(weight, d), bias.map_or(0, |_| d));
-        let bias = param::widened(bias, bias_len);
-        let (weight, bias) = (&weight[..d], &bias[..bias_len]);
+        let (weight, bias) = (self.scaled_weight(weight, d), param::widened(bias, d));
+        let (weight, bias) = (&weight[..d], if options.bias { &bias[..d] } else { &[] });
         rows.for_each_task(groups, |rows| {
             let kernel = Forward { options, eps, groups, weight, bias, rows, non_temporal };
             dispatch(isa, dtype, kernel);
@@ -407,8 +405,8 @@ impl Normalize {
         Ok(())
     }
 
-    /// The checks of [`Normalize::forward_into`], without the call: no element is read or written, so
-    /// that the views may stand for memory that only another device can reach.
+    /// The checks of [`Normalize::forward_into`] alone. No element is read or written: views may stand
+    /// for another device's memory.
     ///
     /// ```
     /// use fuselane::{Normalize, NormalizeForward, View, ViewMut};
@@ -418,17 +416,19 @@ impl Normalize {
     /// assert_eq!(error.argument(), "groups");
     /// # Ok::<(), fuselane::Error>(())
     /// ```
-    pub fn check_forward(&self, call: NormalizeForward<'_>) -> Result<()> {
-        self.checked_forward(call).map(drop)
+    pub fn check_forward(&self, mut call: NormalizeForward<'_>) -> Result<()> {
+        self.checked_forward(&mut call).map(drop)
     }
 
-    /// The rows of a forward, its options as kernels need them, and the length of a row. Nothing is read or
-    /// written.
+    /// The rows of a forward, its options as kernels need them, and the length of a row.
     fn checked_forward<'a>(
         &self,
-        call: NormalizeForward<'a>,
+        call: &'a mut NormalizeForward<'_>,
     ) -> Result<(Rows<'a, 3, 2, 0, 2>, forward::Options, usize)> {
-        let NormalizeForward { x, weight, bias, gate, residual, o, rstd, mean } = call;
+        let &mut NormalizeForward { x, weight, bias, gate, .. } = call;
+        let (o, residual) = (call.o.reborrow(), &mut call.residual);
+        let [rstd, mean] =
+            [&mut call.rstd, &mut call.mean].map(|o| o.as_mut().map(ViewMut::reborrow));
         let d = self.check(x)?;
         if mean.is_some() && !self.center {
             return Err(Error::new(NAME, "mean", "is given", "none (center is off)"));
@@ -440,11 +440,13 @@ impl Normalize {
         }
         let (residual, sum_name, sum, added) = match residual {
             Residual::None => (None, "residual_out", None, Added::Nothing),
-            Residual::Add(view) => (Some(view), "residual_out", None, Added::Residual),
+            Residual::Add(view) => (Some(*view), "residual_out", None, Added::Residual),
             Residual::AddInto(view, sum) => {
-                (Some(view), "residual_out", Some(sum), Added::ResidualSaved)
+                (Some(*view), "residual_out", Some(sum.reborrow()), Added::ResidualSaved)
             }
-            Residual::AddInPlace(sum) => (None, "residual", Some(sum), Added::ResidualInPlace),
+            Residual::AddInPlace(sum) => {
+                (None, "residual", Some(sum.reborrow()), Added::ResidualInPlace)
+            }
         };
         let mut written = vec![("o", o.as_view())];
         written.extend(sum.iter().map(|view| (sum_name, view.as_view())));
@@ -457,20 +459,11 @@ impl Normalize {
             center: self.center,
             bias: bias.is_some(),
         };
-        let rows = Rows::new(
-            NAME,
-            Operands {
-                like: ("x", x),
-                inputs: [("x", Some(x)), ("residual", residual), ("gate", gate)],
-                outputs: [("o", Some(o)), (sum_name, sum)],
-                statistics_len: self.groups,
-                saved: [],
-                save: [("rstd", rstd), ("mean", mean)],
-                input_len: [None; 3],
-                output_len: [None; 2],
-            },
-        )?;
-        Ok((rows, options, d))
+        let inputs = [("x", Some(x)), ("residual", residual), ("gate", gate)];
+        let outputs = [("o", Some(o)), (sum_name, sum)];
+        let save = [("rstd", rstd), ("mean", mean)];
+        let operands = Operands::with_statistics(("x", x), inputs, outputs, self.groups, [], save);
+        Ok((Rows::new(NAME, operands)?, options, d))
     }
 
     /// The result in a buffer from the pool, for the plain case.
@@ -482,9 +475,9 @@ impl Normalize {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn forward(&self, x: View<'_>, weight: Option<View<'_>>) -> Result<Buffer> {
-        let mut o = Buffer::unfilled(x.dtype(), x.shape())?;
-        self.forward_into(NormalizeForward { weight, ..NormalizeForward::new(x, o.view_mut()) })?;
-        Ok(o)
+        Buffer::filled(x.dtype(), x.shape(), |o| {
+            self.forward_into(NormalizeForward { weight, ..NormalizeForward::new(x, o) })
+        })
     }
 
     /// The result and the statistics in buffers from the pool, for [`Normalize::backward`].
@@ -507,7 +500,7 @@ impl Normalize {
         }
         let statistic = || Buffer::unfilled(x.dtype().real(), &shape);
         let (mut o, mut rstd) = (Buffer::unfilled(x.dtype(), x.shape())?, statistic()?);
-        let mut mean = if self.center { Some(statistic()?) } else { None };
+        let mut mean = self.center.then(statistic).transpose()?;
         self.forward_into(NormalizeForward {
             weight,
             rstd: Some(rstd.view_mut()),
@@ -533,41 +526,36 @@ impl Normalize {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(&self, mut call: NormalizeBackward<'_>) -> Result<()> {
-        if call.x.dtype() == DType::F64 {
-            return self.backward_double(call);
-        }
+        let (weight, bias) = (call.weight, call.bias);
         let (rows, options, d) = self.checked_backward(&mut call)?;
+        if rows.dtype() == DType::F64 {
+            double::normalize_backward(self, call);
+            return Ok(());
+        }
         let (isa, groups) = (isa(), self.groups_as_rows(d));
         let rows = rows.split(groups).merged(false);
-        let NormalizeBackward { weight, bias, mut dweight, mut dbias, .. } = call;
         if rows.count() == 0 || d == 0 {
-            for mut gradient in dweight.into_iter().chain(dbias) {
-                gradient.fill_zero();
-            }
+            call.dweight.iter_mut().chain(&mut call.dbias).for_each(ViewMut::fill_zero);
             return Ok(());
         }
         let (dtype, non_temporal) = (rows.dtype(), rows.non_temporal());
-        let (weight, bias_len) = (self.scaled_weight(weight, d), bias.map_or(0, |_| d));
-        let bias = param::widened(bias, bias_len);
-        let (weight, bias) = (&weight[..d], &bias[..bias_len]);
+        let (weight, bias) = (self.scaled_weight(weight, d), param::widened(bias, d));
+        let (weight, bias) = (&weight[..d], if options.bias { &bias[..d] } else { &[] });
         let run = |rows: TaskRows<'_, 5, 3, 2>, sums: &mut [Lane]| {
-            dispatch(
-                isa,
-                dtype,
-                Backward { options, groups, weight, bias, rows, non_temporal, sums },
-            );
+            let kernel = Backward { options, groups, weight, bias, rows, non_temporal, sums };
+            dispatch(isa, dtype, kernel);
         };
         if !options.dweight && !options.dbias {
             rows.for_each_task(groups, |rows| run(rows, &mut []));
             return Ok(());
         }
         let len = param::lanes_len(groups, d / groups);
-        let mut sums =
-            Scratch::<Lane>::zeros(len * (options.dweight as usize + options.dbias as usize));
+        let gradients = usize::from(options.dweight) + usize::from(options.dbias);
+        let mut sums = Scratch::<Lane>::zeros(len * gradients);
         rows.sum_over_tasks(groups, &mut sums, run);
         let mut values = Scratch::<f32>::new(d);
         let mut sums = sums.chunks_exact(len);
-        for (gradient, scale) in [(&mut dweight, self.scale), (&mut dbias, 1.0)] {
+        for (gradient, scale) in [(&mut call.dweight, self.scale), (&mut call.dbias, 1.0)] {
             if let Some(gradient) = gradient {
                 let sums = sums.next().expect("there are sums for both");
                 param::rows_to_index_order(dtype, sums, groups, &mut values[..d]);
@@ -582,29 +570,26 @@ impl Normalize {
         Ok(())
     }
 
-    /// The checks of [`Normalize::backward_into`], without the call; see
-    /// [`Normalize::check_forward`].
+    /// The checks of [`Normalize::backward_into`] alone; see [`Normalize::check_forward`].
     pub fn check_backward(&self, mut call: NormalizeBackward<'_>) -> Result<()> {
         self.checked_backward(&mut call).map(drop)
     }
 
-    /// The rows of a backward, its options as kernels need them, and the length of a row. The gradients of the
-    /// parameters stay with the call; those in rows are taken from it. Nothing is read or written.
+    /// The rows of a backward, its options as kernels need them, and the length of a row.
     fn checked_backward<'a>(
         &self,
-        call: &mut NormalizeBackward<'a>,
+        call: &'a mut NormalizeBackward<'_>,
     ) -> Result<(Rows<'a, 5, 3, 2>, backward::Options, usize)> {
         let &mut NormalizeBackward { grad, x, residual, gate, weight, bias, .. } = call;
         let &mut NormalizeBackward { rstd, mean, grad_residual_out, .. } = call;
-        let (dx, dresidual, dgate) = (call.dx.take(), call.dresidual.take(), call.dgate.take());
+        let outputs = [&mut call.dx, &mut call.dresidual, &mut call.dgate];
+        let [dx, dresidual, dgate] = outputs.map(|o| o.as_mut().map(ViewMut::reborrow));
+        let parameters = [&call.dweight, &call.dbias];
+        let [dweight, dbias] = parameters.map(|gradient| gradient.as_ref().map(ViewMut::as_view));
         let d = self.check(x)?;
-        let (dweight_view, dbias_view) = (
-            call.dweight.as_ref().map(ViewMut::as_view),
-            call.dbias.as_ref().map(ViewMut::as_view),
-        );
-        let parameters =
-            [("weight", weight), ("bias", bias), ("dweight", dweight_view), ("dbias", dbias_view)];
-        for (name, view) in parameters {
+        for (name, view) in
+            [("weight", weight), ("bias", bias), ("dweight", dweight), ("dbias", dbias)]
+        {
             if let Some(view) = view {
                 check_parameter(NAME, name, view, d)?;
             }
@@ -620,7 +605,7 @@ impl Normalize {
         if dgate.is_some() && gate.is_none() {
             return given("dgate", "none (there is no gate)");
         }
-        if dweight_view.is_some() && weight.is_none() {
+        if dweight.is_some() && weight.is_none() {
             return given("dweight", "none (there is no weight)");
         }
         let inputs = [
@@ -633,11 +618,11 @@ impl Normalize {
         let outputs = [("dx", dx), ("dresidual", dresidual), ("dgate", dgate)];
         let mut written: Vec<_> =
             outputs.iter().filter_map(|(name, o)| Some((*name, o.as_ref()?.as_view()))).collect();
-        written.extend(dweight_view.map(|view| ("dweight", view)));
-        written.extend(dbias_view.map(|view| ("dbias", view)));
+        written.extend(dweight.map(|view| ("dweight", view)));
+        written.extend(dbias.map(|view| ("dbias", view)));
+        let saved = [("rstd", Some(rstd)), ("mean", mean)];
         disjoint(NAME, &inputs, &written)?;
-        let kept = [("rstd", Some(rstd)), ("mean", mean)];
-        disjoint(NAME, &kept, &written)?;
+        disjoint(NAME, &saved, &written)?;
         disjoint(NAME, &[("weight", weight), ("bias", bias)], &written)?;
 
         let [dx, dresidual, dgate] = outputs.each_ref().map(|(_, view)| view.is_some());
@@ -650,28 +635,15 @@ impl Normalize {
             dx,
             dresidual,
             dgate,
-            dweight: dweight_view.is_some(),
-            dbias: dbias_view.is_some(),
+            dweight: dweight.is_some(),
+            dbias: dbias.is_some(),
         };
-        let rows = Rows::new(
-            NAME,
-            Operands {
-                like: ("x", x),
-                inputs,
-                outputs,
-                statistics_len: self.groups,
-                saved: kept,
-                save: [],
-                input_len: [None; 5],
-                output_len: [None; 3],
-            },
-        )?;
-        Ok((rows, options, d))
+        let operands = Operands::with_statistics(("x", x), inputs, outputs, self.groups, saved, []);
+        Ok((Rows::new(NAME, operands)?, options, d))
     }
 
-    /// The gradients of x and, if there is one, of the weight (in its dtype) in buffers from the
-    /// pool, for the plain case. `kept` comes from [`Normalize::forward_keeping`], whose example
-    /// shows both.
+    /// The gradients of x and, if there is one, of the weight (in its dtype) in buffers from the pool, for
+    /// the plain case. See the example of [`Normalize::forward_keeping`], where `kept` comes from.
     pub fn backward(
         &self,
         grad: View<'_>,

@@ -56,9 +56,8 @@ pub struct Rotate<'a> {
     pub positions: Positions<'a>,
     /// The first tokens, which are not rotated (class or condition tokens).
     pub extra_tokens: usize,
-    /// Ends of packed sequences along the token dimension (`cu_seqlens`): from 0, never falling,
-    /// to the number of tokens. Positions start anew in each, and a softmax over the sequence
-    /// stays within each.
+    /// Ends of packed sequences along the token dimension (`cu_seqlens`): from 0, never falling, to the
+    /// number of tokens. Positions start anew in each, and a softmax over the sequence stays within it.
     pub sequences: Option<&'a [usize]>,
     /// Which features form a pair.
     pub pairing: Pairing,
@@ -99,15 +98,13 @@ impl Rotate<'_> {
         self.encode(x, angles.into(), o)
     }
 
-    /// [`Rotate::forward_into`] without type parameters, so that kernels are compiled once, in this crate,
-    /// and not again in each that calls it.
+    /// [`Rotate::forward_into`] without type parameters, so that kernels are compiled in this crate alone.
     fn encode(&self, x: View<'_>, angles: Angles<'_>, o: ViewMut<'_>) -> Result<()> {
         encode::forward(self, x, angles, o)
     }
 
-    /// The checks of [`Rotate::forward_into`], without the call, and what it comes to. No element is
-    /// read or written (of a table neither), so that the views may stand for memory that only another
-    /// device can reach.
+    /// The checks of [`Rotate::forward_into`] alone, and what the call comes to. No element is read or written
+    /// (of a table neither): views may stand for another device's memory.
     ///
     /// ```
     /// use fuselane::plan::Pairs;
@@ -126,14 +123,12 @@ impl Rotate<'_> {
         angles: Angles<'_>,
         mut o: ViewMut<'_>,
     ) -> Result<plan::Encoding> {
-        encode::check_forward(self, x, angles, &mut o)
+        Ok(encode::check_forward(self, x, angles, &mut o)?.1)
     }
 
     /// The rotated `x` in a buffer from the pool.
     pub fn forward<'c>(&self, x: View<'_>, angles: impl Into<Angles<'c>>) -> Result<Buffer> {
-        let mut o = encode::output::<Rotation>(x)?;
-        self.forward_into(x, angles, o.view_mut())?;
-        Ok(o)
+        Buffer::filled(x.dtype(), x.shape(), |o| self.forward_into(x, angles, o))
     }
 
     /// Writes the gradients that are asked for.
@@ -156,11 +151,10 @@ impl Rotate<'_> {
         encode::backward(self, call)
     }
 
-    /// The checks of [`Rotate::backward_into`], without the call, and what it comes to; see
-    /// [`Rotate::check_forward`]. A call with neither x nor dx asks for nothing, and comes to an
-    /// encoding without tokens.
+    /// The checks of [`Rotate::backward_into`] alone, and what the call comes to; see
+    /// [`Rotate::check_forward`]. Without x and dx it comes to an encoding without tokens.
     pub fn check_backward(&self, mut call: RotateBackward<'_>) -> Result<plan::Encoding> {
-        encode::check_backward(self, &mut call)
+        Ok(encode::check_backward(self, &mut call)?.1)
     }
 
     /// `dx` of [`Rotate::backward_into`] in a buffer from the pool.
@@ -170,10 +164,10 @@ impl Rotate<'_> {
         grad: View<'_>,
         angles: impl Into<Angles<'c>>,
     ) -> Result<Buffer> {
-        let mut dx = encode::gradient::<Rotation>(grad)?;
-        let (angles, view) = (angles.into(), dx.view_mut());
-        self.backward_into(RotateBackward { x, grad, angles, dx: Some(view), dtheta: None })?;
-        Ok(dx)
+        let angles = angles.into();
+        Buffer::filled(grad.dtype(), grad.shape(), |dx| {
+            self.backward_into(RotateBackward { x, grad, angles, dx: Some(dx), dtheta: None })
+        })
     }
 }
 
@@ -187,11 +181,7 @@ impl Options for Rotate<'_> {
 
     /// Which features turn.
     fn encoding(&self, angles: Angles<'_>, d: usize) -> Result<Rotation> {
-        let axes = match self.positions {
-            Positions::Grid(shape) => shape.len(),
-            _ => 1,
-        };
-        let most = d / 2;
+        let (axes, most) = (self.common().placement.axes(), d / 2);
         let given = match angles {
             Angles::Table(table) => table.count(),
             Angles::Theta(theta) => match theta.shape() {
@@ -200,26 +190,20 @@ impl Options for Rotate<'_> {
                 _ => 0, // refused when the angles are checked
             },
         };
+        let too_many = |argument, got: String, of: &str| {
+            let expected = format!("at most {most} ({of} {d} features)");
+            Err(Error::new("rotate", argument, got, expected))
+        };
         // Frequencies for pairs that do not exist are a mistake, but a grid's may not come out even.
         if let Angles::Theta(theta) = angles
             && let [_, columns] = *theta.shape()
             && columns > most.max(1)
         {
-            return Err(Error::new(
-                "rotate",
-                "theta",
-                format!("has {columns} frequencies"),
-                format!("at most {most} (pairs of {d} features)"),
-            ));
+            return too_many("theta", format!("has {columns} frequencies"), "pairs of");
         }
         let pairs = self.pairs.unwrap_or(given);
         if pairs > most {
-            return Err(Error::new(
-                "rotate",
-                "pairs",
-                format!("is {pairs}"),
-                format!("at most {most} (half of {d} features)"),
-            ));
+            return too_many("pairs", format!("is {pairs}"), "half of");
         }
         let second = match (self.pairing, self.partial) {
             (Pairing::Interleaved, _) => None,

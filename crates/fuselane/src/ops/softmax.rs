@@ -8,32 +8,25 @@
 //!           log    dx = grad - exp(o) * sum over the dimension of grad
 //! ```
 //!
-//! The dimension is the last one (features) or any other (a sequence); no view is transposed and
-//! no second tensor is made.
+//! The dimension may be the last one (features) or any other (a sequence); nothing is transposed.
 //!
-//! **Over the last dimension** a row is read once. Its exponentials are kept in scratch while their
+//! **Over the last dimension** a row is read once: its exponentials are kept in scratch while their
 //! sum is formed, then scaled and written. Short rows go a few at a time, so that the sums and
-//! divisions of one row run behind the exponentials of the next.
+//! divisions of one run behind the exponentials of the next. **Over another dimension** the tensor is
+//! cut into tiles of some columns, which are read for the columns' maxima and sums, then again (from the
+//! cache, where a tile fits) for the output.
 //!
-//! **Over another dimension** the tensor is cut into tiles of some columns. All rows of a tile are
-//! read for the columns' maxima and sums, then again (from the cache, where the tile fits) for the
-//! output.
+//! Sums run in lanes within chunks of elements or rows, and in f64 (or with compensation) across chunks.
+//! Their order depends on the length, and on whether the dimension is the innermost one in memory.
+//! In 16 bits, no maximum is needed where all elements are near 0: see `kernels::softmax`.
 //!
-//! The sums add chunks of elements (or rows) as lanes, and the sums of these chunks in double
-//! precision (or with compensation), so that an error does not grow with the length. Their order
-//! depends on the length, and on whether the dimension is the innermost one in memory.
-//!
-//! In formats of 16 bits, there is no maximum to look for where all elements are near 0: see
-//! `kernels::softmax`.
-//!
-//! A NaN, or a plus infinity, makes its row NaN. A row of nothing but minus infinity is NaN, as in
-//! PyTorch, unless [`Softmax::zero_masked_rows`] is set. The maximum need not see a NaN for that:
-//! the sum does.
+//! A NaN, or plus infinity, makes its row NaN, by way of the sum. A row of nothing but minus infinity is
+//! NaN, as in PyTorch, unless [`Softmax::zero_masked_rows`] is set.
 
 #[cfg(test)]
 mod tests;
 
-use super::contiguous_last;
+use super::{contiguous_last, double};
 use crate::error::{Error, Result};
 use crate::exec::operands::{Named, Operands};
 use crate::exec::rows::Rows;
@@ -42,9 +35,10 @@ use crate::kernels::softmax::{
     ForwardLogRows, ForwardRows, Log, Plain, Task,
 };
 use crate::pool::Buffer;
+use crate::reference::softmax;
 use crate::simd::dispatch;
 use crate::view::{View, ViewMut};
-use crate::{DType, isa};
+use crate::{DType, Isa, isa};
 
 /// Softmax over dimension `dim`.
 ///
@@ -72,9 +66,8 @@ impl Default for Softmax {
     }
 }
 
-/// The most bytes in a row of a column tile, and the least: shorter ones cost more than what a tile
-/// that leaves the second-level cache does. (At 8,192 rows, tiles of 64 bytes took half as long
-/// again forward.) Only for want of tasks they are as short as a cache line.
+/// The most bytes in a row of a column tile, and the least: shorter rows cost more than a tile that leaves
+/// the second-level cache does. Only for want of tasks they are as short as a cache line.
 const TILE_ROW: usize = 512;
 const LEAST_ROW: usize = 256;
 const LINE: usize = 64;
@@ -107,23 +100,21 @@ impl Softmax {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn forward_into(&self, x: View<'_>, o: ViewMut<'_>) -> Result<()> {
-        if x.dtype() == DType::F64 {
-            return self.forward_double(x, o);
-        }
-        let rows = self.checked([("x", x)], ("o", o))?.cut();
-        let (isa, dtype) = (isa(), rows.rows.dtype());
-        rows.for_each_task(self, |task| match (rows.columns, self.log) {
-            (false, false) => dispatch(isa, dtype, ForwardRows(task)),
-            (false, true) => dispatch(isa, dtype, ForwardLogRows(task)),
-            (true, false) => dispatch(isa, dtype, ForwardColumns(task, Plain)),
-            (true, true) => dispatch(isa, dtype, ForwardColumns(task, Log)),
-        });
-        Ok(())
+        self.run(
+            [("x", x)],
+            ("o", o),
+            |[x], dims| softmax::forward(self, x, dims),
+            |isa, dtype, columns, task| match (columns, self.log) {
+                (false, false) => dispatch(isa, dtype, ForwardRows(task)),
+                (false, true) => dispatch(isa, dtype, ForwardLogRows(task)),
+                (true, false) => dispatch(isa, dtype, ForwardColumns(task, Plain)),
+                (true, true) => dispatch(isa, dtype, ForwardColumns(task, Log)),
+            },
+        )
     }
 
-    /// The checks of [`Softmax::forward_into`], without the call, and the dimension that it runs
-    /// along, counted from the first. No element is read or written, so that the views may stand for
-    /// memory that only another device can reach.
+    /// The checks of [`Softmax::forward_into`] alone, and the dimension that it runs along, counted
+    /// from the first. No element is read or written: views may stand for another device's memory.
     ///
     /// ```
     /// use fuselane::{Softmax, View, ViewMut};
@@ -146,9 +137,7 @@ impl Softmax {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn forward(&self, x: View<'_>) -> Result<Buffer> {
-        let mut o = Buffer::unfilled(x.dtype(), x.shape())?;
-        self.forward_into(x, o.view_mut())?;
-        Ok(o)
+        Buffer::filled(x.dtype(), x.shape(), |o| self.forward_into(x, o))
     }
 
     /// Writes `dx` from the output `o` of the forward and the gradient that arrives at it.
@@ -162,22 +151,20 @@ impl Softmax {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_into(&self, o: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<()> {
-        if o.dtype() == DType::F64 {
-            return self.backward_double(o, grad, dx);
-        }
-        let rows = self.checked([("o", o), ("grad", grad)], ("dx", dx))?.cut();
-        let (isa, dtype) = (isa(), rows.rows.dtype());
-        rows.for_each_task(self, |task| match (rows.columns, self.log) {
-            (false, false) => dispatch(isa, dtype, BackwardRows(task, Plain)),
-            (false, true) => dispatch(isa, dtype, BackwardRows(task, Log)),
-            (true, false) => dispatch(isa, dtype, BackwardColumns(task, Plain)),
-            (true, true) => dispatch(isa, dtype, BackwardColumns(task, Log)),
-        });
-        Ok(())
+        self.run(
+            [("o", o), ("grad", grad)],
+            ("dx", dx),
+            |[o, grad], dims| softmax::backward_from_output(self, o, grad, dims),
+            |isa, dtype, columns, task| match (columns, self.log) {
+                (false, false) => dispatch(isa, dtype, BackwardRows(task, Plain)),
+                (false, true) => dispatch(isa, dtype, BackwardRows(task, Log)),
+                (true, false) => dispatch(isa, dtype, BackwardColumns(task, Plain)),
+                (true, true) => dispatch(isa, dtype, BackwardColumns(task, Log)),
+            },
+        )
     }
 
-    /// The checks of [`Softmax::backward_into`], without the call; see
-    /// [`Softmax::check_forward`].
+    /// The checks of [`Softmax::backward_into`] alone; see [`Softmax::check_forward`].
     pub fn check_backward(&self, o: View<'_>, grad: View<'_>, dx: ViewMut<'_>) -> Result<usize> {
         Ok(self.checked([("o", o), ("grad", grad)], ("dx", dx))?.given)
     }
@@ -191,13 +178,11 @@ impl Softmax {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward(&self, o: View<'_>, grad: View<'_>) -> Result<Buffer> {
-        let mut dx = Buffer::unfilled(o.dtype(), o.shape())?;
-        self.backward_into(o, grad, dx.view_mut())?;
-        Ok(dx)
+        Buffer::filled(o.dtype(), o.shape(), |dx| self.backward_into(o, grad, dx))
     }
 
-    /// Writes `dx` from the input `x` of the forward, where the output was not kept. The output is
-    /// computed again and not rounded, so this is the more exact form for 16-bit tensors.
+    /// Writes `dx` from the input `x` of the forward. The output is computed again and not rounded, so
+    /// this is the more exact form in 16 bits.
     ///
     /// ```
     /// use fuselane::{Softmax, View, ViewMut};
@@ -213,22 +198,20 @@ impl Softmax {
         grad: View<'_>,
         dx: ViewMut<'_>,
     ) -> Result<()> {
-        if x.dtype() == DType::F64 {
-            return self.backward_double_from_input(x, grad, dx);
-        }
-        let rows = self.checked([("x", x), ("grad", grad)], ("dx", dx))?.cut();
-        let (isa, dtype) = (isa(), rows.rows.dtype());
-        rows.for_each_task(self, |task| match (rows.columns, self.log) {
-            (false, false) => dispatch(isa, dtype, BackwardRowsFromInput(task, Plain)),
-            (false, true) => dispatch(isa, dtype, BackwardRowsFromInput(task, Log)),
-            (true, false) => dispatch(isa, dtype, BackwardColumnsFromInput(task, Plain)),
-            (true, true) => dispatch(isa, dtype, BackwardColumnsFromInput(task, Log)),
-        });
-        Ok(())
+        self.run(
+            [("x", x), ("grad", grad)],
+            ("dx", dx),
+            |[x, grad], dims| softmax::backward_from_input(self, x, grad, dims),
+            |isa, dtype, columns, task| match (columns, self.log) {
+                (false, false) => dispatch(isa, dtype, BackwardRowsFromInput(task, Plain)),
+                (false, true) => dispatch(isa, dtype, BackwardRowsFromInput(task, Log)),
+                (true, false) => dispatch(isa, dtype, BackwardColumnsFromInput(task, Plain)),
+                (true, true) => dispatch(isa, dtype, BackwardColumnsFromInput(task, Log)),
+            },
+        )
     }
 
-    /// The checks of [`Softmax::backward_from_input_into`], without the call; see
-    /// [`Softmax::check_forward`].
+    /// The checks of [`Softmax::backward_from_input_into`] alone; see [`Softmax::check_forward`].
     pub fn check_backward_from_input(
         &self,
         x: View<'_>,
@@ -248,12 +231,41 @@ impl Softmax {
     /// # Ok::<(), fuselane::Error>(())
     /// ```
     pub fn backward_from_input(&self, x: View<'_>, grad: View<'_>) -> Result<Buffer> {
-        let mut dx = Buffer::unfilled(x.dtype(), x.shape())?;
-        self.backward_from_input_into(x, grad, dx.view_mut())?;
-        Ok(dx)
+        Buffer::filled(x.dtype(), x.shape(), |dx| self.backward_from_input_into(x, grad, dx))
     }
 
-    /// Checks a call whose operands all look like the first input. Nothing is read or written.
+    /// Checks a call whose operands all look like the first input, and runs it: by the reference's
+    /// `formula` on f64, else by `kernels` on each task, along the rows of column tiles or within rows.
+    fn run<const I: usize>(
+        &self,
+        inputs: [Named<View<'_>>; I],
+        (name, mut output): Named<ViewMut<'_>>,
+        formula: impl Fn([&[f64]; I], softmax::Dims) -> Vec<f64>,
+        kernels: impl Fn(Isa, DType, bool, Task<'_, I>) + Sync,
+    ) -> Result<()> {
+        let Checked { rows, n, given, dim, columns } =
+            self.checked(inputs, (name, output.reborrow()))?;
+        let (isa, dtype) = (isa(), rows.dtype());
+        if dtype == DType::F64 {
+            double::along(given, inputs.map(|(_, view)| view), output, formula);
+            return Ok(());
+        }
+        let (rows, width, group) = if columns {
+            let rows = rows.widened(dim);
+            let outer = rows.count() / n.max(1);
+            let width = tile_width(n, rows.input_len(0), outer, dtype.size(), I);
+            (rows.column_tiles(dim, width), width, n)
+        } else {
+            (rows.merged(false), n, 1)
+        };
+        let (zero_masked, non_temporal) = (self.zero_masked_rows, rows.non_temporal());
+        rows.for_each_task(group, |rows| {
+            kernels(isa, dtype, columns, Task { rows, n, width, zero_masked, non_temporal });
+        });
+        Ok(())
+    }
+
+    /// Checks a call. Nothing is read or written.
     fn checked<'a, const I: usize>(
         &self,
         inputs: [Named<View<'a>>; I],
@@ -268,7 +280,7 @@ impl Softmax {
         let inputs = std::array::from_fn(|i| (names[i], Some(views[i])));
         let operands = Operands::plain((names[0], like), inputs, [(name, Some(output))]);
         let rows = Rows::new("softmax", operands)?;
-        Ok(Checked { rows, n: like.shape()[dim], given, dim, innermost: dim + 1 == like.rank() })
+        Ok(Checked { rows, n: like.shape()[dim], given, dim, columns: dim + 1 < like.rank() })
     }
 
     /// The dimension, counted from the first.
@@ -280,12 +292,8 @@ impl Softmax {
         }
         let from_first = if self.dim < 0 { self.dim + rank as isize } else { self.dim };
         usize::try_from(from_first).ok().filter(|&dim| dim < rank).ok_or_else(|| {
-            Error::new(
-                "softmax",
-                "dim",
-                format!("is {}", self.dim),
-                format!("-{rank} to {} ({name} has {rank} dimensions)", rank - 1),
-            )
+            let expected = format!("-{rank} to {} ({name} has {rank} dimensions)", rank - 1);
+            Error::new("softmax", "dim", format!("is {}", self.dim), expected)
         })
     }
 }
@@ -299,43 +307,8 @@ struct Checked<'a, const I: usize> {
     given: usize,
     /// The reduced dimension of the rows.
     dim: usize,
-    /// Whether it is the one that rows run along.
-    innermost: bool,
-}
-
-impl<'a, const I: usize> Checked<'a, I> {
-    fn cut(self) -> Along<'a, I> {
-        let Self { rows, n, dim, innermost, .. } = self;
-        if innermost {
-            return Along { rows: rows.merged(false), n, width: n, columns: false };
-        }
-        let rows = rows.widened(dim);
-        let outer = rows.count() / n.max(1);
-        let width = tile_width(n, rows.input_len(0), outer, rows.dtype().size(), I);
-        Along { rows: rows.column_tiles(dim, width), n, width, columns: true }
-    }
-}
-
-/// The rows of a call, with the reduced dimension within each row, or along the rows of a column
-/// tile.
-struct Along<'a, const I: usize> {
-    rows: Rows<'a, I, 1>,
-    /// The reduced length.
-    n: usize,
-    /// The most elements in a row; of a tile, if the rows are those of column tiles.
-    width: usize,
+    /// Whether rows run along another one.
     columns: bool,
-}
-
-impl<const I: usize> Along<'_, I> {
-    /// Calls `work` with the tasks that the call is cut into.
-    fn for_each_task(&self, options: &Softmax, work: impl Fn(Task<'_, I>) + Sync) {
-        let &Self { n, width, columns, .. } = self;
-        let (zero_masked, non_temporal) = (options.zero_masked_rows, self.rows.non_temporal());
-        self.rows.for_each_task(if columns { n } else { 1 }, |rows| {
-            work(Task { rows, n, width, zero_masked, non_temporal });
-        });
-    }
 }
 
 /// Moves the dimension that is contiguous in the output last; see [`contiguous_last`].
@@ -354,13 +327,12 @@ fn arrange<'a, const I: usize>(
     contiguous_last(inputs, output)
 }
 
-/// The columns in a tile, for `outer` tensors of `n` rows of elements of `size` bytes: few enough for
-/// the tile to stay in the second-level cache between its two readings, unless its rows would be too
-/// short to read well, and for every thread to have some tiles. No result depends on it.
+/// The columns in a tile, for `outer` tensors of `n` rows of elements of `size` bytes: few enough for the
+/// tile to stay in the second-level cache between its two readings, and for every thread to have some
+/// tiles, but enough for rows to be read well. No result depends on it.
 fn tile_width(n: usize, columns: usize, outer: usize, size: usize, inputs: usize) -> usize {
     let tasks = 4 * crate::exec::parallel::current_threads();
-    // Half of a cache: the other half is for what is asked for ahead, and for others. (Of 1 MiB, an
-    // eighth took a fifth longer forward and a third longer backward.)
+    // The other half of the cache is for what is asked for ahead, and for others.
     let most = crate::machine::second_level_cache_bytes() / 2;
     let mut width = TILE_ROW / size;
     while width * size > LEAST_ROW && n.saturating_mul(inputs * width * size) > most {

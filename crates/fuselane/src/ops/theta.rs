@@ -143,16 +143,14 @@ impl Theta {
             }
             Scaling::Llama3 {
                 factor,
-                low_freq_factor,
-                high_freq_factor,
                 original_max_position,
-            } => plain(base)
-                .map(|theta| {
-                    let waves = original_max_position as f64 * theta / (2.0 * PI);
-                    let kept = (waves - low_freq_factor) / (high_freq_factor - low_freq_factor);
-                    blend(theta, factor, kept)
-                })
-                .collect(),
+                low_freq_factor: low,
+                high_freq_factor: high,
+            } => {
+                let waves = |theta: f64| original_max_position as f64 * theta / (2.0 * PI);
+                let kept = |theta: f64| (waves(theta) - low) / (high - low);
+                plain(base).map(|theta| blend(theta, factor, kept(theta))).collect()
+            }
             Scaling::Yarn { factor, .. } => {
                 let (low, high) = self.yarn_ramp()?;
                 plain(base)
@@ -198,46 +196,39 @@ impl Theta {
         };
         let low = pair(beta_fast).floor().max(0.0);
         let high = pair(beta_slow).ceil().min(dim as f64 - 1.0);
-        if low > high {
-            // The ramp would lie outside the pairs and run backwards.
-            return Err(error(
-                "original_max_position",
-                format!("is {original_max_position}"),
-                "a length in which some pairs have more than beta_slow and some fewer than \
-                 beta_fast waves",
-            ));
-        }
+        // Else the ramp would lie outside the pairs and run backwards.
+        require(
+            low <= high,
+            "original_max_position",
+            original_max_position,
+            "a length in which some pairs have more than beta_slow and some fewer than beta_fast waves",
+        )?;
         Ok((low, if low == high { high + 0.001 } else { high }))
     }
 
     fn check(&self) -> Result<()> {
-        if self.dim == 0 || !self.dim.is_multiple_of(2) || self.dim / 2 > MOST {
-            let expected = "an even number from 2 to 2^31";
-            return Err(error("dim", format!("is {}", self.dim), expected));
-        }
+        let even = self.dim > 0 && self.dim.is_multiple_of(2) && self.dim / 2 <= MOST;
+        require(even, "dim", self.dim, "an even number from 2 to 2^31")?;
         check_base(self.base)?;
-        match self.scaling {
-            Scaling::None => Ok(()),
-            Scaling::Linear { factor } | Scaling::Ntk { factor } => check_factor(factor),
-            Scaling::Llama3 {
-                factor,
-                low_freq_factor: low,
-                high_freq_factor: high,
-                original_max_position,
-            } => {
-                check_factor(factor)?;
-                check_greater("low_freq_factor", low, 0.0, "0")?;
-                check_greater("high_freq_factor", high, low, "low_freq_factor")?;
-                check_length(original_max_position)
+        let (factor, length) = match self.scaling {
+            Scaling::None => return Ok(()),
+            Scaling::Linear { factor } | Scaling::Ntk { factor } => return check_factor(factor),
+            Scaling::Llama3 { factor, original_max_position, .. }
+            | Scaling::Yarn { factor, original_max_position, .. } => {
+                (factor, original_max_position)
             }
-            Scaling::Yarn { factor, original_max_position, beta_fast, beta_slow } => {
-                check_factor(factor)?;
-                check_greater("beta_slow", beta_slow, 0.0, "0")?;
-                check_greater("beta_fast", beta_fast, beta_slow, "beta_slow")?;
-                check_greater("base", self.base, 1.0, "1 (for YaRN)")?;
-                check_length(original_max_position)
-            }
+        };
+        check_factor(factor)?;
+        if let Scaling::Llama3 { low_freq_factor: low, high_freq_factor: high, .. } = self.scaling {
+            check_greater("low_freq_factor", low, 0.0, "0")?;
+            check_greater("high_freq_factor", high, low, "low_freq_factor")?;
         }
+        if let Scaling::Yarn { beta_fast, beta_slow, .. } = self.scaling {
+            check_greater("beta_slow", beta_slow, 0.0, "0")?;
+            check_greater("beta_fast", beta_fast, beta_slow, "beta_slow")?;
+            check_greater("base", self.base, 1.0, "1 (for YaRN)")?;
+        }
+        require(length > 0, "original_max_position", length, "a length greater than 0")
     }
 }
 
@@ -257,9 +248,7 @@ impl Theta {
 /// ```
 pub fn schedule(count: usize, base: f64) -> Result<Vec<f64>> {
     check_base(base)?;
-    if count > MOST {
-        return Err(error("count", format!("is {count}"), "at most 2^30"));
-    }
+    require(count <= MOST, "count", count, "at most 2^30")?;
     Ok((0..count).map(|k| power(base, k, count)).collect())
 }
 
@@ -277,8 +266,13 @@ fn blend(theta: f64, factor: f64, kept: f64) -> f64 {
     (1.0 - kept) * theta / factor + kept * theta
 }
 
-fn error(argument: &'static str, got: String, expected: impl Into<String>) -> Error {
-    Error::new("theta", argument, got, expected)
+fn require(
+    holds: bool,
+    argument: &'static str,
+    value: impl std::fmt::Display,
+    expected: impl Into<String>,
+) -> Result<()> {
+    if holds { Ok(()) } else { Err(Error::new("theta", argument, format!("is {value}"), expected)) }
 }
 
 fn check_base(base: f64) -> Result<()> {
@@ -286,25 +280,13 @@ fn check_base(base: f64) -> Result<()> {
 }
 
 fn check_factor(factor: f64) -> Result<()> {
-    if factor.is_finite() && factor >= 1.0 {
-        return Ok(());
-    }
-    Err(error("factor", format!("is {factor}"), "a finite number of at least 1"))
+    let holds = factor.is_finite() && factor >= 1.0;
+    require(holds, "factor", factor, "a finite number of at least 1")
 }
 
 fn check_greater(argument: &'static str, value: f64, limit: f64, limit_name: &str) -> Result<()> {
-    if value.is_finite() && value > limit {
-        return Ok(());
-    }
     let expected = format!("a finite number greater than {limit_name}");
-    Err(error(argument, format!("is {value}"), expected))
-}
-
-fn check_length(original_max_position: usize) -> Result<()> {
-    if original_max_position > 0 {
-        return Ok(());
-    }
-    Err(error("original_max_position", "is 0".into(), "a length greater than 0"))
+    require(value.is_finite() && value > limit, argument, value, expected)
 }
 
 #[cfg(test)]

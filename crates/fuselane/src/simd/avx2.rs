@@ -13,9 +13,9 @@ use std::marker::PhantomData;
 
 use half::{bf16, f16};
 
-use super::x86::{Packed, align_frame, inside, load_tail_16, sum_of_eight, x86};
-use super::{Simd, copy_tail};
-use crate::dtype::Element;
+use super::x86::{align_frame, sum_of_eight, x86};
+use super::{Simd, Storage};
+use crate::dtype::DType;
 
 /// Elements of type `E`; compiled for AVX-512 with `VL`.
 #[derive(Clone, Copy)]
@@ -24,33 +24,18 @@ pub(crate) struct Avx2<E, const VL: bool>(PhantomData<E>);
 /// A block.
 pub(super) type Pair = [__m256; 2];
 
-/// How AVX2 loads and rounds an element type.
-pub(crate) trait Storage: Element<Real = f32> {
-    type Packed: Packed;
-    const RESULT_BITS: u32;
+impl<E: Storage<Pair>, const VL: bool> Avx2<E, VL> {
     /// Whether the registers hold elements of even and of odd index.
-    const EVEN_ODD: bool;
-    unsafe fn load(p: *const Self) -> Pair;
-    fn load_tail<const VL: bool>(row: &[Self], i: usize) -> Pair;
-    fn round(a: Pair) -> Self::Packed;
-    #[inline(always)]
-    fn round_ties_away(a: Pair) -> Self::Packed {
-        Self::round(a)
-    }
-    #[inline(always)]
-    fn truncate(a: Pair) -> Self::Packed {
-        Self::round(a)
-    }
+    const EVEN_ODD: bool = matches!(E::DTYPE, DType::BF16);
 }
 
-impl<E: Storage, const VL: bool> Simd for Avx2<E, VL> {
+impl<E: Storage<Pair>, const VL: bool> Simd for Avx2<E, VL> {
     type Elem = E;
     type Block = Pair;
     type Packed = E::Packed;
     type Mask = Pair;
     type Line = ();
-    const FUSED: bool = true;
-    const RESULT_BITS: u32 = E::RESULT_BITS;
+    const MASKED_LOADS: bool = VL;
 
     #[inline(always)]
     fn call<R>(f: impl FnOnce() -> R) -> R {
@@ -125,51 +110,29 @@ impl<E: Storage, const VL: bool> Simd for Avx2<E, VL> {
     }
     #[inline(always)]
     fn copysign(a: Pair, sign: Pair) -> Pair {
-        x86!({
-            let mask = _mm256_set1_ps(-0.0);
-            [
-                _mm256_or_ps(_mm256_andnot_ps(mask, a[0]), _mm256_and_ps(mask, sign[0])),
-                _mm256_or_ps(_mm256_andnot_ps(mask, a[1]), _mm256_and_ps(mask, sign[1])),
-            ]
-        })
+        [copysign(a[0], sign[0]), copysign(a[1], sign[1])]
     }
     #[inline(always)]
     fn reciprocal_estimate(a: Pair) -> Pair {
         x86!([_mm256_rcp_ps(a[0]), _mm256_rcp_ps(a[1])])
     }
-    #[inline(always)]
-    fn two_product(a: Pair, b: Pair) -> (Pair, Pair) {
-        let high = Self::mul(a, b);
-        (high, Self::mul_add(a, b, Self::neg(high)))
-    }
 
     #[inline(always)]
     fn lt(a: Pair, b: Pair) -> Pair {
-        x86!([_mm256_cmp_ps::<_CMP_LT_OQ>(a[0], b[0]), _mm256_cmp_ps::<_CMP_LT_OQ>(a[1], b[1]),])
+        x86!([_mm256_cmp_ps::<_CMP_LT_OQ>(a[0], b[0]), _mm256_cmp_ps::<_CMP_LT_OQ>(a[1], b[1])])
     }
     #[inline(always)]
     fn le(a: Pair, b: Pair) -> Pair {
-        x86!([_mm256_cmp_ps::<_CMP_LE_OQ>(a[0], b[0]), _mm256_cmp_ps::<_CMP_LE_OQ>(a[1], b[1]),])
+        x86!([_mm256_cmp_ps::<_CMP_LE_OQ>(a[0], b[0]), _mm256_cmp_ps::<_CMP_LE_OQ>(a[1], b[1])])
     }
     #[inline(always)]
     fn is_nan(a: Pair) -> Pair {
-        x86!(
-            [_mm256_cmp_ps::<_CMP_UNORD_Q>(a[0], a[0]), _mm256_cmp_ps::<_CMP_UNORD_Q>(a[1], a[1]),]
-        )
+        x86!([_mm256_cmp_ps::<_CMP_UNORD_Q>(a[0], a[0]), _mm256_cmp_ps::<_CMP_UNORD_Q>(a[1], a[1])])
     }
     #[inline(always)]
     fn max_magnitude(a: Pair, b: Pair) -> Pair {
         let a = Self::abs(a);
-        x86!([
-            _mm256_castsi256_ps(_mm256_max_epi32(
-                _mm256_castps_si256(a[0]),
-                _mm256_castps_si256(b[0])
-            )),
-            _mm256_castsi256_ps(_mm256_max_epi32(
-                _mm256_castps_si256(a[1]),
-                _mm256_castps_si256(b[1])
-            )),
-        ])
+        [max_as_integers(a[0], b[0]), max_as_integers(a[1], b[1])]
     }
     /// [`Simd::select`] reads the sign bit of each lane only.
     #[inline(always)]
@@ -178,7 +141,7 @@ impl<E: Storage, const VL: bool> Simd for Avx2<E, VL> {
     }
     #[inline(always)]
     fn select(mask: Pair, yes: Pair, no: Pair) -> Pair {
-        x86!([_mm256_blendv_ps(no[0], yes[0], mask[0]), _mm256_blendv_ps(no[1], yes[1], mask[1]),])
+        x86!([_mm256_blendv_ps(no[0], yes[0], mask[0]), _mm256_blendv_ps(no[1], yes[1], mask[1])])
     }
     #[inline(always)]
     fn any(mask: Pair) -> bool {
@@ -187,38 +150,21 @@ impl<E: Storage, const VL: bool> Simd for Avx2<E, VL> {
 
     #[inline(always)]
     fn exp2_of_magic(a: Pair) -> Pair {
-        shifted::<23>(a)
+        [shifted::<23>(a[0]), shifted::<23>(a[1])]
     }
     #[inline(always)]
     fn exp2_of_eighths(a: Pair, table: &[u32; 8]) -> Pair {
-        x86!({
-            let table = _mm256_loadu_si256(table.as_ptr().cast());
-            let bits = [_mm256_castps_si256(a[0]), _mm256_castps_si256(a[1])];
-            let fraction = [
-                _mm256_permutevar8x32_epi32(table, bits[0]),
-                _mm256_permutevar8x32_epi32(table, bits[1]),
-            ];
-            [
-                _mm256_castsi256_ps(_mm256_add_epi32(
-                    fraction[0],
-                    _mm256_slli_epi32::<20>(bits[0]),
-                )),
-                _mm256_castsi256_ps(_mm256_add_epi32(
-                    fraction[1],
-                    _mm256_slli_epi32::<20>(bits[1]),
-                )),
-            ]
-        })
+        [exp2_of_eighths(a[0], table), exp2_of_eighths(a[1], table)]
     }
     #[inline(always)]
     fn low_bits_of_magic(a: Pair) -> (Pair, Pair) {
         // `select` reads the sign bit of each lane only, so a shift makes the mask.
-        (shifted::<31>(a), shifted::<30>(a))
+        ([shifted::<31>(a[0]), shifted::<31>(a[1])], [shifted::<30>(a[0]), shifted::<30>(a[1])])
     }
 
     #[inline(always)]
     fn swap_pairs(a: Pair) -> Pair {
-        if E::EVEN_ODD {
+        if Self::EVEN_ODD {
             return [a[1], a[0]];
         }
         x86!([_mm256_permute_ps::<0xB1>(a[0]), _mm256_permute_ps::<0xB1>(a[1])])
@@ -265,91 +211,52 @@ impl<E: Storage, const VL: bool> Simd for Avx2<E, VL> {
     }
 
     #[inline(always)]
-    unsafe fn load(p: *const E) -> Pair {
-        // SAFETY: the caller's promise.
-        unsafe { E::load(p) }
-    }
-    #[inline(always)]
-    fn load_tail(row: &[E], i: usize) -> Pair {
-        E::load_tail::<VL>(row, i)
-    }
-    #[inline(always)]
     unsafe fn load_f32(p: *const f32) -> Pair {
-        x86!(if E::EVEN_ODD {
-            even_odd(_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8)))
-        } else {
-            [_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))]
-        })
+        // SAFETY: the caller's promise.
+        let ordered = unsafe { Self::load_lanes(p) };
+        if Self::EVEN_ODD { even_odd(ordered) } else { ordered }
     }
     #[inline(always)]
     unsafe fn store_f32(a: Pair, p: *mut f32) {
-        let ordered = if E::EVEN_ODD { index_order(a) } else { a };
+        let ordered = if Self::EVEN_ODD { index_order(a) } else { a };
         // SAFETY: the caller's promise.
         unsafe { Self::store_lanes(ordered, p) }
     }
     #[inline(always)]
-    unsafe fn load_lanes(p: *const f32) -> Pair {
-        x86!([_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))])
-    }
-    #[inline(always)]
-    unsafe fn store_lanes(a: Pair, p: *mut f32) {
-        x86!({
-            _mm256_storeu_ps(p, a[0]);
-            _mm256_storeu_ps(p.add(8), a[1]);
-        })
-    }
-
-    #[inline(always)]
-    fn round(a: Pair) -> E::Packed {
-        E::round(a)
-    }
-    #[inline(always)]
-    fn round_ties_away(a: Pair) -> E::Packed {
-        E::round_ties_away(a)
-    }
-    #[inline(always)]
-    fn truncate(a: Pair) -> E::Packed {
-        E::truncate(a)
-    }
-    #[inline(always)]
-    unsafe fn store(packed: E::Packed, p: *mut E) {
-        // SAFETY: the caller's promise.
-        unsafe { packed.store(p.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn store_non_temporal(packed: E::Packed, p: *mut E) {
-        // SAFETY: the caller's promise.
-        unsafe { packed.store_non_temporal(p.cast()) }
-    }
-    #[inline(always)]
     fn line(_blocks: [E::Packed; 2]) {}
+}
 
-    #[inline(always)]
-    fn fence() {
-        x86!(_mm_sfence())
-    }
-    #[inline(always)]
-    fn prefetch_l1<T>(p: *const T) {
-        x86!(_mm_prefetch::<_MM_HINT_T0>(p.cast()))
-    }
-    #[inline(always)]
-    fn prefetch_l2<T>(p: *const T) {
-        x86!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
-    }
+#[inline(always)]
+fn copysign(a: __m256, sign: __m256) -> __m256 {
+    x86!({
+        let mask = _mm256_set1_ps(-0.0);
+        _mm256_or_ps(_mm256_andnot_ps(mask, a), _mm256_and_ps(mask, sign))
+    })
+}
+
+#[inline(always)]
+fn max_as_integers(a: __m256, b: __m256) -> __m256 {
+    x86!(_mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b))))
 }
 
 /// The representations, shifted to the left.
 #[inline(always)]
-fn shifted<const BITS: i32>(a: Pair) -> Pair {
-    x86!([
-        _mm256_castsi256_ps(_mm256_slli_epi32::<BITS>(_mm256_castps_si256(a[0]))),
-        _mm256_castsi256_ps(_mm256_slli_epi32::<BITS>(_mm256_castps_si256(a[1]))),
-    ])
+fn shifted<const BITS: i32>(a: __m256) -> __m256 {
+    x86!(_mm256_castsi256_ps(_mm256_slli_epi32::<BITS>(_mm256_castps_si256(a))))
+}
+
+#[inline(always)]
+fn exp2_of_eighths(a: __m256, table: &[u32; 8]) -> __m256 {
+    x86!({
+        let (bits, table) = (_mm256_castps_si256(a), _mm256_loadu_si256(table.as_ptr().cast()));
+        let fraction = _mm256_permutevar8x32_epi32(table, bits);
+        _mm256_castsi256_ps(_mm256_add_epi32(fraction, _mm256_slli_epi32::<20>(bits)))
+    })
 }
 
 /// From index order to even and odd indices.
 #[inline(always)]
-fn even_odd(a: __m256, b: __m256) -> Pair {
+fn even_odd([a, b]: Pair) -> Pair {
     let ordered = |v: __m256| {
         x86!(_mm256_castpd_ps(_mm256_permute4x64_pd::<0b11_01_10_00>(_mm256_castps_pd(v))))
     };
@@ -368,25 +275,11 @@ fn index_order([even, odd]: Pair) -> Pair {
     })
 }
 
-impl Storage for f32 {
+impl Storage<Pair> for f32 {
     type Packed = Pair;
-    const RESULT_BITS: u32 = 24;
-    const EVEN_ODD: bool = false;
     #[inline(always)]
-    unsafe fn load(p: *const f32) -> Pair {
-        x86!([_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))])
-    }
-    #[inline(always)]
-    fn load_tail<const VL: bool>(row: &[f32], i: usize) -> Pair {
-        if !VL {
-            // SAFETY: the array holds a block.
-            return unsafe { <Self as Storage>::load(copy_tail(row, i).as_ptr()) };
-        }
-        let (inside, p) = (inside(row, i), row.as_ptr().wrapping_add(i));
-        x86!([
-            _mm256_maskz_loadu_ps(inside as __mmask8, p),
-            _mm256_maskz_loadu_ps((inside >> 8) as __mmask8, p.wrapping_add(8)),
-        ])
+    fn widen(packed: Pair) -> Pair {
+        packed
     }
     #[inline(always)]
     fn round(a: Pair) -> Pair {
@@ -394,17 +287,14 @@ impl Storage for f32 {
     }
 }
 
-impl Storage for f16 {
+impl Storage<Pair> for f16 {
     type Packed = __m256i;
-    const RESULT_BITS: u32 = 11;
-    const EVEN_ODD: bool = false;
     #[inline(always)]
-    unsafe fn load(p: *const f16) -> Pair {
-        x86!(widen_f16(_mm256_loadu_si256(p.cast())))
-    }
-    #[inline(always)]
-    fn load_tail<const VL: bool>(row: &[f16], i: usize) -> Pair {
-        widen_f16(load_tail_16::<_, VL>(row, i))
+    fn widen(packed: __m256i) -> Pair {
+        x86!([
+            _mm256_cvtph_ps(_mm256_castsi256_si128(packed)),
+            _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(packed)),
+        ])
     }
     #[inline(always)]
     fn round(a: Pair) -> __m256i {
@@ -415,25 +305,17 @@ impl Storage for f16 {
     }
 }
 
-#[inline(always)]
-fn widen_f16(block: __m256i) -> Pair {
-    x86!([
-        _mm256_cvtph_ps(_mm256_castsi256_si128(block)),
-        _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(block)),
-    ])
-}
-
-impl Storage for bf16 {
+impl Storage<Pair> for bf16 {
     type Packed = __m256i;
-    const RESULT_BITS: u32 = 8;
-    const EVEN_ODD: bool = true;
     #[inline(always)]
-    unsafe fn load(p: *const bf16) -> Pair {
-        x86!(widen_bf16(_mm256_loadu_si256(p.cast())))
-    }
-    #[inline(always)]
-    fn load_tail<const VL: bool>(row: &[bf16], i: usize) -> Pair {
-        widen_bf16(load_tail_16::<_, VL>(row, i))
+    fn widen(packed: __m256i) -> Pair {
+        x86!({
+            let high = _mm256_set1_epi32(0xFFFF_0000_u32 as i32);
+            [
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(packed)),
+                _mm256_castsi256_ps(_mm256_and_si256(packed, high)),
+            ]
+        })
     }
     /// Nearest even by integer addition. A NaN stays one as long as its payload leaves the carry
     /// room, which holds for those that bf16 inputs bring (their low half is zero) and for the one
@@ -473,15 +355,4 @@ impl Storage for bf16 {
             _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(even), odd)
         })
     }
-}
-
-#[inline(always)]
-fn widen_bf16(pairs: __m256i) -> Pair {
-    x86!({
-        let high = _mm256_set1_epi32(0xFFFF_0000_u32 as i32);
-        [
-            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)),
-            _mm256_castsi256_ps(_mm256_and_si256(pairs, high)),
-        ]
-    })
 }

@@ -14,62 +14,49 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::x86::{Packed, align_frame, inside, load_tail_16, sum_of_eight, x86};
-use super::{CACHE_LINE, Line, Simd};
-use crate::dtype::Element;
+use super::x86::{align_frame, sum_of_eight, x86};
+use super::{CACHE_LINE, Line, Simd, Storage};
+use crate::dtype::DType;
 
 /// Elements of type `E`.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512<E>(PhantomData<E>);
 
-/// How AVX-512 loads and rounds an element type.
-pub(crate) trait Storage: Element<Real = f32> {
-    type Packed: PackedLine;
-    const RESULT_BITS: u32;
-    /// Whether the halves of the register hold elements of even and of odd index.
-    const EVEN_ODD: bool;
-    unsafe fn load(p: *const Self) -> __m512;
-    fn load_tail(row: &[Self], i: usize) -> __m512;
-    fn round(a: __m512) -> Self::Packed;
-    #[inline(always)]
-    fn round_ties_away(a: __m512) -> Self::Packed {
-        Self::round(a)
-    }
-    #[inline(always)]
-    fn truncate(a: __m512) -> Self::Packed {
-        Self::round(a)
-    }
-}
-
-/// [`Packed`] elements of which one block or two are a cache line.
-pub(crate) trait PackedLine: Packed {
+/// Of which one block or two are a cache line.
+pub(crate) trait PackedLine: Copy {
     /// Two blocks of 16-bit elements; the second one, where it is a cache line by itself.
-    fn line(blocks: [Self; 2]) -> __m512i;
+    fn line(blocks: [Self; 2]) -> Line512;
 }
 
 impl PackedLine for __m512 {
     #[inline(always)]
-    fn line([_, only]: [__m512; 2]) -> __m512i {
-        x86!(_mm512_castps_si512(only))
+    fn line([_, only]: [__m512; 2]) -> Line512 {
+        x86!(Line512(_mm512_castps_si512(only)))
     }
 }
 
 impl PackedLine for __m256i {
     #[inline(always)]
-    fn line([a, b]: [__m256i; 2]) -> __m512i {
-        x86!(_mm512_inserti64x4::<1>(_mm512_castsi256_si512(a), b))
+    fn line([a, b]: [__m256i; 2]) -> Line512 {
+        x86!(Line512(_mm512_inserti64x4::<1>(_mm512_castsi256_si512(a), b)))
     }
 }
 
-impl<E: Storage> Simd for Avx512<E> {
+impl<E: Storage<__m512>> Avx512<E> {
+    /// Whether the halves of the register hold elements of even and of odd index.
+    const EVEN_ODD: bool = matches!(E::DTYPE, DType::BF16);
+}
+
+impl<E: Storage<__m512, Packed: PackedLine>> Simd for Avx512<E> {
     type Elem = E;
     type Block = __m512;
     type Packed = E::Packed;
     type Mask = __mmask16;
     type Line = Line512;
     const PIPELINE: bool = true;
-    const FUSED: bool = true;
-    const RESULT_BITS: u32 = E::RESULT_BITS;
+    const MASKED_LOADS: bool = true;
+    const NON_TEMPORAL_ALIGN: usize = 64;
+    const WHOLE_LINES: bool = size_of::<E>() == 2;
 
     #[inline(always)]
     fn call<R>(f: impl FnOnce() -> R) -> R {
@@ -144,12 +131,6 @@ impl<E: Storage> Simd for Avx512<E> {
         x86!(_mm512_rcp14_ps(a))
     }
     #[inline(always)]
-    fn two_product(a: __m512, b: __m512) -> (__m512, __m512) {
-        let high = Self::mul(a, b);
-        (high, x86!(_mm512_fmsub_ps(a, b, high)))
-    }
-
-    #[inline(always)]
     fn lt(a: __m512, b: __m512) -> __mmask16 {
         x86!(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b))
     }
@@ -208,7 +189,7 @@ impl<E: Storage> Simd for Avx512<E> {
 
     #[inline(always)]
     fn swap_pairs(a: __m512) -> __m512 {
-        if E::EVEN_ODD {
+        if Self::EVEN_ODD {
             return x86!(_mm512_shuffle_f32x4::<0b01_00_11_10>(a, a));
         }
         x86!(_mm512_permute_ps::<0xB1>(a))
@@ -257,19 +238,10 @@ impl<E: Storage> Simd for Avx512<E> {
     }
 
     #[inline(always)]
-    unsafe fn load(p: *const E) -> __m512 {
-        // SAFETY: the caller's promise.
-        unsafe { E::load(p) }
-    }
-    #[inline(always)]
-    fn load_tail(row: &[E], i: usize) -> __m512 {
-        E::load_tail(row, i)
-    }
-    #[inline(always)]
     unsafe fn load_f32(p: *const f32) -> __m512 {
         x86!({
             let block = _mm512_loadu_ps(p);
-            if !E::EVEN_ODD {
+            if !Self::EVEN_ODD {
                 return block;
             }
             let order = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
@@ -280,84 +252,21 @@ impl<E: Storage> Simd for Avx512<E> {
     unsafe fn store_f32(a: __m512, p: *mut f32) {
         x86!({
             let order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
-            let ordered = if E::EVEN_ODD { _mm512_permutexvar_ps(order, a) } else { a };
+            let ordered = if Self::EVEN_ODD { _mm512_permutexvar_ps(order, a) } else { a };
             _mm512_storeu_ps(p, ordered);
         })
     }
     #[inline(always)]
-    unsafe fn load_lanes(p: *const f32) -> __m512 {
-        x86!(_mm512_loadu_ps(p))
-    }
-    #[inline(always)]
-    unsafe fn store_lanes(a: __m512, p: *mut f32) {
-        x86!(_mm512_storeu_ps(p, a))
-    }
-
-    #[inline(always)]
-    fn round(a: __m512) -> E::Packed {
-        E::round(a)
-    }
-    #[inline(always)]
-    fn round_ties_away(a: __m512) -> E::Packed {
-        E::round_ties_away(a)
-    }
-    #[inline(always)]
-    fn truncate(a: __m512) -> E::Packed {
-        E::truncate(a)
-    }
-    #[inline(always)]
-    unsafe fn store(packed: E::Packed, p: *mut E) {
-        // SAFETY: the caller's promise.
-        unsafe { packed.store(p.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn store_non_temporal(packed: E::Packed, p: *mut E) {
-        // SAFETY: the caller's promise.
-        unsafe { packed.store_non_temporal(p.cast()) }
-    }
-    const NON_TEMPORAL_ALIGN: usize = 64;
-    const WHOLE_LINES: bool = size_of::<E>() == 2;
-    #[inline(always)]
-    unsafe fn store_line_non_temporal([a, b]: [E::Packed; 2], p: *mut E) {
-        if Self::WHOLE_LINES {
-            return x86!(_mm512_stream_si512(p.cast(), E::Packed::line([a, b])));
-        }
-        // SAFETY: the caller's promise.
-        unsafe {
-            Self::store_non_temporal(a, p);
-            Self::store_non_temporal(b, p.add(super::LANES));
-        }
-    }
-    #[inline(always)]
     fn line(blocks: [E::Packed; 2]) -> Line512 {
-        Line512(E::Packed::line(blocks))
-    }
-
-    #[inline(always)]
-    fn fence() {
-        x86!(_mm_sfence())
-    }
-    #[inline(always)]
-    fn prefetch_l1<T>(p: *const T) {
-        x86!(_mm_prefetch::<_MM_HINT_T0>(p.cast()))
-    }
-    #[inline(always)]
-    fn prefetch_l2<T>(p: *const T) {
-        x86!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
+        E::Packed::line(blocks)
     }
 }
 
-impl Storage for f32 {
+impl Storage<__m512> for f32 {
     type Packed = __m512;
-    const RESULT_BITS: u32 = 24;
-    const EVEN_ODD: bool = false;
     #[inline(always)]
-    unsafe fn load(p: *const f32) -> __m512 {
-        x86!(_mm512_loadu_ps(p))
-    }
-    #[inline(always)]
-    fn load_tail(row: &[f32], i: usize) -> __m512 {
-        x86!(_mm512_maskz_loadu_ps(inside(row, i), row.as_ptr().wrapping_add(i)))
+    fn widen(packed: __m512) -> __m512 {
+        packed
     }
     #[inline(always)]
     fn round(a: __m512) -> __m512 {
@@ -365,17 +274,11 @@ impl Storage for f32 {
     }
 }
 
-impl Storage for f16 {
+impl Storage<__m512> for f16 {
     type Packed = __m256i;
-    const RESULT_BITS: u32 = 11;
-    const EVEN_ODD: bool = false;
     #[inline(always)]
-    unsafe fn load(p: *const f16) -> __m512 {
-        x86!(_mm512_cvtph_ps(_mm256_loadu_si256(p.cast())))
-    }
-    #[inline(always)]
-    fn load_tail(row: &[f16], i: usize) -> __m512 {
-        x86!(_mm512_cvtph_ps(load_tail_16::<_, true>(row, i)))
+    fn widen(packed: __m256i) -> __m512 {
+        x86!(_mm512_cvtph_ps(packed))
     }
     #[inline(always)]
     fn round(a: __m512) -> __m256i {
@@ -383,17 +286,20 @@ impl Storage for f16 {
     }
 }
 
-impl Storage for bf16 {
+impl Storage<__m512> for bf16 {
     type Packed = __m256i;
-    const RESULT_BITS: u32 = 8;
-    const EVEN_ODD: bool = true;
     #[inline(always)]
-    unsafe fn load(p: *const bf16) -> __m512 {
-        x86!(widen_bf16(_mm256_loadu_si256(p.cast())))
-    }
-    #[inline(always)]
-    fn load_tail(row: &[bf16], i: usize) -> __m512 {
-        widen_bf16(load_tail_16::<_, true>(row, i))
+    fn widen(packed: __m256i) -> __m512 {
+        x86!({
+            let twice = _mm512_broadcast_i64x4(packed);
+            // Of each 16 bytes, the elements of even index in the lower half of the register and
+            // those of odd index in the upper one, each with two zeros below.
+            let even = _mm_setr_epi8(-1, -1, 0, 1, -1, -1, 4, 5, -1, -1, 8, 9, -1, -1, 12, 13);
+            let odd = _mm_setr_epi8(-1, -1, 2, 3, -1, -1, 6, 7, -1, -1, 10, 11, -1, -1, 14, 15);
+            let (even, odd) = (_mm256_broadcastsi128_si256(even), _mm256_broadcastsi128_si256(odd));
+            let order = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(even), odd);
+            _mm512_castsi512_ps(_mm512_shuffle_epi8(twice, order))
+        })
     }
     /// Nearest even by integer addition; NaNs as in `avx2.rs`. Up by a half of the last place that is
     /// stored, less one where that place is even.
@@ -434,20 +340,6 @@ impl Storage for bf16 {
             _mm512_castsi512_si256(_mm512_permutexvar_epi8(order, _mm512_castps_si512(a)))
         })
     }
-}
-
-#[inline(always)]
-fn widen_bf16(block: __m256i) -> __m512 {
-    x86!({
-        let twice = _mm512_broadcast_i64x4(block);
-        // Of each 16 bytes, the elements of even index in the lower half of the register and
-        // those of odd index in the upper one, each with two zeros below.
-        let even = _mm_setr_epi8(-1, -1, 0, 1, -1, -1, 4, 5, -1, -1, 8, 9, -1, -1, 12, 13);
-        let odd = _mm_setr_epi8(-1, -1, 2, 3, -1, -1, 6, 7, -1, -1, 10, 11, -1, -1, 14, 15);
-        let (even, odd) = (_mm256_broadcastsi128_si256(even), _mm256_broadcastsi128_si256(odd));
-        let order = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(even), odd);
-        _mm512_castsi512_ps(_mm512_shuffle_epi8(twice, order))
-    })
 }
 
 /// The 64 bytes of a register.

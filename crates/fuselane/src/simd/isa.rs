@@ -148,12 +148,8 @@ pub fn with_isa<R>(isa: Isa, f: impl FnOnce() -> R) -> Result<R> {
         }
     }
     if !isa.is_available() {
-        return Err(Error::new(
-            "isa",
-            "name",
-            format!("is {isa}, which this CPU lacks"),
-            Isa::available().map(Isa::name).collect::<Vec<_>>().join(" or "),
-        ));
+        let names = Isa::available().map(Isa::name).collect::<Vec<_>>().join(" or ");
+        return Err(Error::new("isa", "name", format!("is {isa}, which this CPU lacks"), names));
     }
     let _restore = Restore(FORCED.replace(Some(isa)));
     Ok(f())

@@ -7,13 +7,12 @@
 //!
 //! Everything a kernel calls has to be inlined into a function that was compiled for its instruction
 //! set. So functions and closures on the way carry `#[inline(always)]`, and [`Simd::call`] begins such
-//! a function. One loop for each is a good measure: its constants and sums then stay in registers.
+//! a function, one for each loop, so that its constants and sums stay in registers.
 //!
 //! **The order of lanes belongs to the instruction set.** AVX2 holds the bf16 elements of even index in
-//! one register and those of odd index in the other, which takes no shuffle. Arithmetic does not
-//! notice. f32 data that meets such blocks comes through [`V::load_f32`], and what kernels keep for
-//! themselves is a [`Lane`](crate::kernels::lanes::Lane), a type of its own: mixing the two does not
-//! compile.
+//! one register and those of odd index in the other, which takes no shuffle. f32 data that meets such
+//! blocks comes through [`V::load_f32`]; what kernels keep for themselves is a type of its own,
+//! [`Lane`](crate::kernels::lanes::Lane).
 
 mod isa;
 mod line;
@@ -29,6 +28,8 @@ mod tests;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch, _mm_sfence};
 use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
 
 use half::{bf16, f16};
@@ -36,6 +37,8 @@ use half::{bf16, f16};
 use crate::dtype::{DType, Element};
 pub use isa::{Isa, isa, with_isa};
 pub(crate) use line::Line;
+#[cfg(target_arch = "x86_64")]
+use x86::x86;
 
 /// Numbers in a block, for every instruction set.
 pub(crate) const LANES: usize = 16;
@@ -43,16 +46,55 @@ pub(crate) const LANES: usize = 16;
 /// Bytes of a cache line.
 pub(crate) const CACHE_LINE: usize = 64;
 
+/// How elements of one type are stored, and how blocks of type `B` are made of them.
+pub(crate) trait Storage<B>: Element<Real = f32> {
+    type Packed: Packed<Self>;
+
+    fn widen(packed: Self::Packed) -> B;
+    /// Rounds to nearest even.
+    fn round(a: B) -> Self::Packed;
+    /// Rounds to nearest, ties away from zero where that is faster: for approximate results, which
+    /// meet a tie by chance only.
+    #[inline(always)]
+    fn round_ties_away(a: B) -> Self::Packed {
+        Self::round(a)
+    }
+    /// For numbers that the element type has exactly.
+    #[inline(always)]
+    fn truncate(a: B) -> Self::Packed {
+        Self::round(a)
+    }
+}
+
+/// [`LANES`] elements as they are stored.
+///
+/// # Safety of its functions
+/// `p` points to so many elements that may be read or written. It need not be aligned, but for
+/// `store_non_temporal`: see [`Simd::NON_TEMPORAL_ALIGN`].
+pub(crate) trait Packed<E>: Copy {
+    unsafe fn load(p: *const E) -> Self;
+    /// The elements from `i` on of a row that ends within the block, and zeros.
+    fn load_tail(row: &[E], i: usize, masked_loads: bool) -> Self;
+    unsafe fn store(self, p: *mut E);
+    /// Stores around the caches.
+    #[inline(always)]
+    unsafe fn store_non_temporal(self, p: *mut E) {
+        // SAFETY: the caller's promise is stronger than what `store` asks for.
+        unsafe { self.store(p) }
+    }
+}
+
 /// One instruction set for one element type.
 ///
-/// Pointers need no alignment unless it is named.
+/// # Safety of its functions
+/// As for [`Packed`]: `p` points to [`LANES`] elements or numbers.
 pub(crate) trait Simd: Copy + Sized + 'static {
     /// The type in memory.
-    type Elem: Element<Real = f32>;
+    type Elem: Storage<Self::Block, Packed = Self::Packed>;
     /// Sixteen f32.
-    type Block: Copy;
+    type Block: Packed<f32>;
     /// Sixteen elements as they are stored.
-    type Packed: Copy;
+    type Packed: Packed<Self::Elem>;
     /// What a comparison gives.
     type Mask: Copy;
     /// A cache line in a register, if there are such.
@@ -64,10 +106,20 @@ pub(crate) trait Simd: Copy + Sized + 'static {
     /// Whether loops go in steps of four blocks, which takes code of four blocks.
     const STEPS: bool = true;
     /// Whether [`Simd::mul_add`] rounds once.
-    const FUSED: bool;
+    const FUSED: bool = true;
+    /// Whether loads can leave out lanes.
+    const MASKED_LOADS: bool = false;
+    /// Alignment, in bytes, of rows that are stored non-temporally.
+    const NON_TEMPORAL_ALIGN: usize = 32;
+    /// Whether [`Simd::line`] takes two blocks, so that they are stored as a cache line at once.
+    const WHOLE_LINES: bool = false;
     /// The significant bits that an approximate result needs: those of the element type, or 24 where
     /// elementary functions have no faster form.
-    const RESULT_BITS: u32;
+    const RESULT_BITS: u32 = match Self::Elem::DTYPE {
+        DType::BF16 => 8,
+        DType::F16 => 11,
+        DType::F32 | DType::F64 => 24,
+    };
 
     /// Runs `f` in a function of its own, compiled for this instruction set.
     fn call<R>(f: impl FnOnce() -> R) -> R;
@@ -97,7 +149,11 @@ pub(crate) trait Simd: Copy + Sized + 'static {
     /// 1 / a, to 2^-11 or better.
     fn reciprocal_estimate(a: Self::Block) -> Self::Block;
     /// `a * b` as an unevaluated sum, exact barring underflow.
-    fn two_product(a: Self::Block, b: Self::Block) -> (Self::Block, Self::Block);
+    #[inline(always)]
+    fn two_product(a: Self::Block, b: Self::Block) -> (Self::Block, Self::Block) {
+        let high = Self::mul(a, b);
+        (high, Self::mul_add(a, b, Self::neg(high)))
+    }
 
     /// `a < b`; false where either is NaN.
     fn lt(a: Self::Block, b: Self::Block) -> Self::Mask;
@@ -134,72 +190,68 @@ pub(crate) trait Simd: Copy + Sized + 'static {
     /// The largest lane; NaN if any lane is.
     fn largest(a: Self::Block) -> f32;
 
-    /// # Safety
-    /// `p` points to [`LANES`] readable elements.
-    unsafe fn load(p: *const Self::Elem) -> Self::Block;
+    #[inline(always)]
+    unsafe fn load(p: *const Self::Elem) -> Self::Block {
+        // SAFETY: the caller's promise.
+        Self::Elem::widen(unsafe { Self::Packed::load(p) })
+    }
     /// The elements from `i` on of a row that ends within the block, and zeros.
-    fn load_tail(row: &[Self::Elem], i: usize) -> Self::Block;
-    /// As [`Simd::load`], of f32 in index order.
-    ///
-    /// # Safety
-    /// `p` points to [`LANES`] readable numbers.
-    unsafe fn load_f32(p: *const f32) -> Self::Block;
+    #[inline(always)]
+    fn load_tail(row: &[Self::Elem], i: usize) -> Self::Block {
+        Self::Elem::widen(Self::Packed::load_tail(row, i, Self::MASKED_LOADS))
+    }
+    /// Loads f32 in index order.
+    #[inline(always)]
+    unsafe fn load_f32(p: *const f32) -> Self::Block {
+        // SAFETY: the caller's promise.
+        unsafe { Self::load_lanes(p) }
+    }
     /// Stores f32 in index order.
-    ///
-    /// # Safety
-    /// `p` points to [`LANES`] writable numbers.
-    unsafe fn store_f32(a: Self::Block, p: *mut f32);
+    #[inline(always)]
+    unsafe fn store_f32(a: Self::Block, p: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe { Self::store_lanes(a, p) }
+    }
     /// Loads numbers in the order of lanes.
-    ///
-    /// # Safety
-    /// `p` points to [`LANES`] readable numbers.
-    unsafe fn load_lanes(p: *const f32) -> Self::Block;
+    #[inline(always)]
+    unsafe fn load_lanes(p: *const f32) -> Self::Block {
+        // SAFETY: the caller's promise.
+        unsafe { Self::Block::load(p) }
+    }
     /// Stores numbers in the order of lanes.
-    ///
-    /// # Safety
-    /// `p` points to [`LANES`] writable numbers.
-    unsafe fn store_lanes(a: Self::Block, p: *mut f32);
+    #[inline(always)]
+    unsafe fn store_lanes(a: Self::Block, p: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe { a.store(p) }
+    }
 
     /// Rounds to nearest even.
-    fn round(a: Self::Block) -> Self::Packed;
-    /// Rounds to nearest, ties away from zero where that is faster: for approximate results, which
-    /// meet a tie by chance only.
     #[inline(always)]
-    fn round_ties_away(a: Self::Block) -> Self::Packed {
-        Self::round(a)
+    fn round(a: Self::Block) -> Self::Packed {
+        Self::Elem::round(a)
     }
-    /// For numbers that the element type has exactly.
     #[inline(always)]
-    fn truncate(a: Self::Block) -> Self::Packed {
-        Self::round(a)
+    unsafe fn store(packed: Self::Packed, p: *mut Self::Elem) {
+        // SAFETY: the caller's promise.
+        unsafe { packed.store(p) }
     }
-    /// # Safety
-    /// `p` points to [`LANES`] writable elements.
-    unsafe fn store(packed: Self::Packed, p: *mut Self::Elem);
-    /// Alignment, in bytes, of rows that are stored non-temporally.
-    const NON_TEMPORAL_ALIGN: usize = 32;
-    /// Stores around the caches; a [`Simd::fence`] has to follow before another thread reads.
-    ///
-    /// # Safety
-    /// `p` points to [`LANES`] writable elements, a whole number of blocks behind an address that is
-    /// aligned to [`Simd::NON_TEMPORAL_ALIGN`] bytes.
+    /// Stores around the caches, a whole number of blocks behind an address that is aligned to
+    /// [`Simd::NON_TEMPORAL_ALIGN`] bytes; a [`Simd::fence`] has to follow before another thread reads.
     #[inline(always)]
     unsafe fn store_non_temporal(packed: Self::Packed, p: *mut Self::Elem) {
-        // SAFETY: the caller's promise is stronger than what `store` asks for.
-        unsafe { Self::store(packed, p) }
+        // SAFETY: the caller's promise.
+        unsafe { packed.store_non_temporal(p) }
     }
-    /// Whether [`Simd::store_line_non_temporal`] writes a cache line at once.
-    const WHOLE_LINES: bool = false;
-    /// Stores two blocks, non-temporally.
-    ///
-    /// # Safety
-    /// `p` points to two blocks of writable elements and is aligned to [`CACHE_LINE`] bytes.
+    /// Stores two blocks non-temporally at `p`, which is aligned to [`CACHE_LINE`] bytes.
     #[inline(always)]
     unsafe fn store_line_non_temporal([a, b]: [Self::Packed; 2], p: *mut Self::Elem) {
         // SAFETY: the caller's promise.
         unsafe {
-            Self::store_non_temporal(a, p);
-            Self::store_non_temporal(b, p.add(LANES));
+            if Self::WHOLE_LINES {
+                return Self::line([a, b]).store_non_temporal(p.cast());
+            }
+            a.store_non_temporal(p);
+            b.store_non_temporal(p.add(LANES));
         }
     }
     /// Two blocks (or the second alone, where one is as long) as a cache line in a register.
@@ -207,13 +259,22 @@ pub(crate) trait Simd: Copy + Sized + 'static {
 
     /// Orders non-temporal stores before what follows.
     #[inline(always)]
-    fn fence() {}
+    fn fence() {
+        #[cfg(target_arch = "x86_64")]
+        x86!(_mm_sfence());
+    }
     /// Asks for the cache line at `p`, which may be any address.
     #[inline(always)]
-    fn prefetch_l1<T>(_p: *const T) {}
+    fn prefetch_l1<T>(_p: *const T) {
+        #[cfg(target_arch = "x86_64")]
+        x86!(_mm_prefetch::<_MM_HINT_T0>(_p.cast()));
+    }
     /// The same, into the second-level cache.
     #[inline(always)]
-    fn prefetch_l2<T>(_p: *const T) {}
+    fn prefetch_l2<T>(_p: *const T) {
+        #[cfg(target_arch = "x86_64")]
+        x86!(_mm_prefetch::<_MM_HINT_T1>(_p.cast()));
+    }
 }
 
 /// 1.5 * 2^23. Added to a number of magnitude below 2^22, it leaves no room for a fraction: the sum is
@@ -383,17 +444,17 @@ impl<S: Simd> V<S> {
     /// Rounds to the element type, to nearest even.
     #[inline(always)]
     pub(crate) fn round(self) -> S::Packed {
-        S::round(self.0)
+        S::Elem::round(self.0)
     }
     /// Rounds an approximate result, for which a tie is chance, as fast as can be.
     #[inline(always)]
     pub(crate) fn round_ties_away(self) -> S::Packed {
-        S::round_ties_away(self.0)
+        S::Elem::round_ties_away(self.0)
     }
     /// For numbers that the element type has exactly.
     #[inline(always)]
     pub(crate) fn truncate(self) -> S::Packed {
-        S::truncate(self.0)
+        S::Elem::truncate(self.0)
     }
     /// The first `n` elements, and `fill` in the place of the others.
     #[inline(always)]

@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use super::{LANES, Simd, copy_tail};
+use super::{LANES, Packed, Simd, Storage, copy_tail};
 use crate::dtype::Element;
 
 /// Elements of type `E`.
@@ -206,46 +206,34 @@ impl<E: Element<Real = f32>> Simd for Portable<E> {
     }
 
     #[inline(always)]
-    unsafe fn load(p: *const E) -> Block {
-        // SAFETY: the caller's promise; an array is aligned as one element.
-        let block = unsafe { &*p.cast::<[E; LANES]>() };
-        convert::<E, _, _>(block, E::to_real)
-    }
-    #[inline(always)]
-    fn load_tail(row: &[E], i: usize) -> Block {
-        // SAFETY: the array holds a block.
-        unsafe { Self::load(copy_tail(row, i).as_ptr()) }
-    }
-    #[inline(always)]
-    unsafe fn load_f32(p: *const f32) -> Block {
-        // SAFETY: the caller's promise; an array is aligned as one number.
-        unsafe { p.cast::<Block>().read() }
-    }
-    #[inline(always)]
-    unsafe fn store_f32(a: Block, p: *mut f32) {
-        // SAFETY: the caller's promise; an array is aligned as one number.
-        unsafe { p.cast::<Block>().write(a) }
-    }
-    #[inline(always)]
-    unsafe fn load_lanes(p: *const f32) -> Block {
-        // SAFETY: the caller's promise.
-        unsafe { Self::load_f32(p) }
-    }
-    #[inline(always)]
-    unsafe fn store_lanes(a: Block, p: *mut f32) {
-        // SAFETY: the caller's promise.
-        unsafe { Self::store_f32(a, p) }
-    }
+    fn line(_blocks: [[E; LANES]; 2]) {}
+}
 
+impl<E: Element<Real = f32>> Storage<Block> for E {
+    type Packed = [E; LANES];
+    #[inline(always)]
+    fn widen(packed: [E; LANES]) -> Block {
+        convert::<E, _, _>(&packed, E::to_real)
+    }
     #[inline(always)]
     fn round(a: Block) -> [E; LANES] {
         convert::<E, _, _>(&a, E::from_real)
     }
+}
+
+impl<E: Element> Packed<E> for [E; LANES] {
     #[inline(always)]
-    unsafe fn store(packed: [E; LANES], p: *mut E) {
+    unsafe fn load(p: *const E) -> Self {
         // SAFETY: the caller's promise; an array is aligned as one element.
-        unsafe { p.cast::<[E; LANES]>().write(packed) }
+        unsafe { p.cast::<Self>().read() }
     }
     #[inline(always)]
-    fn line(_blocks: [[E; LANES]; 2]) {}
+    fn load_tail(row: &[E], i: usize, _masked_loads: bool) -> Self {
+        copy_tail(row, i)
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut E) {
+        // SAFETY: the caller's promise; an array is aligned as one element.
+        unsafe { p.cast::<Self>().write(self) }
+    }
 }

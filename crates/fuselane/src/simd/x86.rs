@@ -5,7 +5,7 @@ use std::hint::black_box;
 use std::mem::MaybeUninit;
 
 use super::avx2::Pair;
-use super::{LANES, copy_tail};
+use super::{LANES, Packed, copy_tail};
 use crate::dtype::Element;
 
 /// Calls an intrinsic.
@@ -34,56 +34,89 @@ pub(super) fn align_frame<Register>() {
     black_box(register.as_mut_ptr());
 }
 
-/// Sixteen elements in registers, as they are stored.
-pub(crate) trait Packed: Copy {
-    /// # Safety
-    /// `p` points to writable memory for them.
-    unsafe fn store(self, p: *mut u8);
-    /// # Safety
-    /// The same, and `p` is aligned to 32 bytes.
-    unsafe fn store_non_temporal(self, p: *mut u8);
-}
-
-impl Packed for Pair {
+impl Packed<f32> for Pair {
     #[inline(always)]
-    unsafe fn store(self, p: *mut u8) {
+    unsafe fn load(p: *const f32) -> Self {
+        x86!([_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))])
+    }
+    #[inline(always)]
+    fn load_tail(row: &[f32], i: usize, masked_loads: bool) -> Self {
+        if !masked_loads {
+            // SAFETY: the array holds a block.
+            return unsafe { Self::load(copy_tail(row, i).as_ptr()) };
+        }
+        let (inside, p) = (inside(row, i), row.as_ptr().wrapping_add(i));
+        x86!([
+            _mm256_maskz_loadu_ps(inside as __mmask8, p),
+            _mm256_maskz_loadu_ps((inside >> 8) as __mmask8, p.wrapping_add(8)),
+        ])
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32) {
         x86!({
-            _mm256_storeu_ps(p.cast(), self[0]);
-            _mm256_storeu_ps(p.add(32).cast(), self[1]);
+            _mm256_storeu_ps(p, self[0]);
+            _mm256_storeu_ps(p.add(8), self[1]);
         })
     }
     #[inline(always)]
-    unsafe fn store_non_temporal(self, p: *mut u8) {
+    unsafe fn store_non_temporal(self, p: *mut f32) {
         x86!({
-            _mm256_stream_ps(p.cast(), self[0]);
-            _mm256_stream_ps(p.add(32).cast(), self[1]);
+            _mm256_stream_ps(p, self[0]);
+            _mm256_stream_ps(p.add(8), self[1]);
         })
     }
 }
 
-impl Packed for __m256i {
+impl Packed<f32> for __m512 {
     #[inline(always)]
-    unsafe fn store(self, p: *mut u8) {
-        x86!(_mm256_storeu_si256(p.cast(), self))
+    unsafe fn load(p: *const f32) -> Self {
+        x86!(_mm512_loadu_ps(p))
     }
     #[inline(always)]
-    unsafe fn store_non_temporal(self, p: *mut u8) {
-        x86!(_mm256_stream_si256(p.cast(), self))
+    fn load_tail(row: &[f32], i: usize, _masked_loads: bool) -> Self {
+        x86!(_mm512_maskz_loadu_ps(inside(row, i), row.as_ptr().wrapping_add(i)))
     }
-}
-
-impl Packed for __m512 {
     #[inline(always)]
-    unsafe fn store(self, p: *mut u8) {
-        x86!(_mm512_storeu_ps(p.cast(), self))
+    unsafe fn store(self, p: *mut f32) {
+        x86!(_mm512_storeu_ps(p, self))
     }
     /// In halves, as the address is promised to be aligned for these.
     #[inline(always)]
-    unsafe fn store_non_temporal(self, p: *mut u8) {
+    unsafe fn store_non_temporal(self, p: *mut f32) {
         x86!({
-            _mm256_stream_ps(p.cast(), _mm512_castps512_ps256(self));
-            _mm256_stream_ps(p.add(32).cast(), _mm512_extractf32x8_ps::<1>(self));
+            _mm256_stream_ps(p, _mm512_castps512_ps256(self));
+            _mm256_stream_ps(p.add(8), _mm512_extractf32x8_ps::<1>(self));
         })
+    }
+}
+
+impl<E: Element> Packed<E> for __m256i {
+    #[inline(always)]
+    unsafe fn load(p: *const E) -> Self {
+        x86!(_mm256_loadu_si256(p.cast()))
+    }
+    /// In registers where that can be done: what goes through memory has to wait until stores before it, a
+    /// row's results, are done. Without masks, the row's last sixteen are loaded, and those that come
+    /// before `i` are shifted out.
+    #[inline(always)]
+    fn load_tail(row: &[E], i: usize, masked_loads: bool) -> Self {
+        const { assert!(size_of::<E>() == 2) };
+        if masked_loads {
+            let p = row.as_ptr().wrapping_add(i).cast();
+            return x86!(_mm256_maskz_loadu_epi16(inside(row, i), p));
+        }
+        if row.len() < LANES {
+            return x86!(_mm256_loadu_si256(copy_tail(row, i).as_ptr().cast()));
+        }
+        x86!(shift_tail(row, i))
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut E) {
+        x86!(_mm256_storeu_si256(p.cast(), self))
+    }
+    #[inline(always)]
+    unsafe fn store_non_temporal(self, p: *mut E) {
+        x86!(_mm256_stream_si256(p.cast(), self))
     }
 }
 
@@ -99,29 +132,12 @@ pub(super) fn sum_of_eight(eight: __m256) -> f32 {
 
 /// Which of the sixteen elements from `i` on a row has, as bits.
 #[inline(always)]
-pub(super) fn inside<T>(row: &[T], i: usize) -> __mmask16 {
+fn inside<T>(row: &[T], i: usize) -> __mmask16 {
     let count = row.len().saturating_sub(i).min(LANES);
     ((1u32 << count) - 1) as __mmask16
 }
 
-/// The last elements of a row of 16-bit numbers, from `i` on, and zeros behind them.
-///
-/// In registers where that can be done: what goes through memory has to wait until stores before it,
-/// a row's results, are done. With `VL` that takes a mask; without, the row's last sixteen are loaded,
-/// and those that come before `i` are shifted out.
-#[inline(always)]
-pub(super) fn load_tail_16<T: Element, const VL: bool>(row: &[T], i: usize) -> __m256i {
-    const { assert!(size_of::<T>() == 2) };
-    if VL {
-        return x86!(_mm256_maskz_loadu_epi16(inside(row, i), row.as_ptr().wrapping_add(i).cast()));
-    }
-    if row.len() < LANES {
-        return x86!(_mm256_loadu_si256(copy_tail(row, i).as_ptr().cast()));
-    }
-    x86!(shift_tail(row, i))
-}
-
-/// [`load_tail_16`] of a row of sixteen elements or more. Out of line, so that loops have little of it.
+/// The tail of a row of sixteen 16-bit elements or more. Out of line, so that loops have little of it.
 #[target_feature(enable = "avx2")]
 #[inline(never)]
 fn shift_tail<T: Element>(row: &[T], i: usize) -> __m256i {
