@@ -33,12 +33,6 @@ impl<'r, S: Simd> Source<'r, S> {
         self.row.len()
     }
 
-    /// `len` elements of the row from `start` on.
-    #[inline(always)]
-    pub(crate) fn narrow(self, start: usize, len: usize) -> Self {
-        Self { row: &self.row[start..][..len], ..self }
-    }
-
     /// The same row, of which nothing is asked for ahead.
     #[inline(always)]
     pub(crate) fn without_prefetch(self) -> Self {

@@ -35,6 +35,42 @@ pub(crate) fn for_each_row([entries, outer, inner]: [usize; 3], mut row: impl Fn
     }
 }
 
+/// Calls `row` with the same row of each of three tiles, in the order of [`for_each_row`]. A row's address comes of
+/// the one before by an addition. `b` may have one entry, which then serves all.
+#[inline(always)]
+pub(crate) fn zip_rows<A: Copy, B: Copy, C: Copy>(
+    counts: [usize; 3],
+    (a, b, c): (InputTile<'_, A>, InputTile<'_, B>, OutputTile<'_, C>),
+    mut row: impl FnMut(&[A], &[B], &mut [C]),
+) {
+    let turns = [a.rows.turns(counts), b.rows.turns(counts), c.rows.turns(counts)];
+    let (mut p_a, mut p_b, mut p_c) = (a.rows.base, b.rows.base, c.rows.base);
+    let [entries, outer, inner] = counts;
+    let [mut m, mut j] = [0; 2];
+    for _ in 0..entries * outer * inner {
+        // SAFETY: the addresses are those of row (m, i, j) of each tile, and `turns` checked that they all have
+        // these. Rows of a tile that is written do not overlap, and one is held at a time.
+        unsafe {
+            row(
+                std::slice::from_raw_parts(p_a, a.rows.len),
+                std::slice::from_raw_parts(p_b, b.rows.len),
+                std::slice::from_raw_parts_mut(p_c, c.rows.len),
+            );
+        }
+        m += 1;
+        let mut turn = 0;
+        if m == entries {
+            (m, j, turn) = (0, j + 1, 1);
+        }
+        if j == inner {
+            (j, turn) = (0, 2);
+        }
+        p_a = p_a.wrapping_byte_offset(turns[0][turn]);
+        p_b = p_b.wrapping_byte_offset(turns[1][turn]);
+        p_c = p_c.wrapping_byte_offset(turns[2][turn]);
+    }
+}
+
 /// Rows to read.
 #[derive(Clone, Copy)]
 pub(crate) struct InputTile<'r, T> {
@@ -84,21 +120,25 @@ impl<P: Copy> Rows<P> {
         Self { base, steps: [0, outer, inner], counts: [1, rows[0], rows[1]], len }
     }
 
-    /// Leaves the first rows along each dimension. Where a loop's bounds are these numbers, its indices
-    /// need no check.
-    #[inline(always)]
-    fn shrink(&mut self, counts: [usize; 3]) {
-        let [entries, rows, columns] = self.counts;
-        assert!(counts[0] <= entries && counts[1] <= rows && counts[2] <= columns);
-        self.counts = counts;
-    }
-
     /// Makes one row of those along the last dimension, if they follow each other without a gap.
     #[inline(always)]
     fn joined<T>(self) -> Option<Self> {
         let ([.., inner], [entries, rows, columns]) = (self.steps, self.counts);
         let gapless = columns == 1 || inner == (self.len * size_of::<T>()) as isize;
         gapless.then_some(Self { counts: [entries, rows, 1], len: columns * self.len, ..self })
+    }
+
+    /// Bytes from a row to the one that follows it, of so many rows of the tile: the next entry, the next one
+    /// along the last dimension, or the next along the first.
+    #[inline(always)]
+    fn turns(&self, [entries, outer, inner]: [usize; 3]) -> [isize; 3] {
+        let ([entry, out, in_], counts) = (self.steps, self.counts);
+        assert!(outer <= counts[1] && inner <= counts[2]);
+        assert!(entries <= counts[0] || entry == 0 && counts[0] > 0);
+        // (Of a tile without rows, nobody takes a turn.)
+        let back = (entries as isize).wrapping_sub(1).wrapping_mul(entry);
+        let along = (inner as isize).wrapping_sub(1).wrapping_mul(in_).wrapping_add(back);
+        [entry, in_.wrapping_sub(back), out.wrapping_sub(along)]
     }
 
     /// Bytes from the first row to one of the tile.
@@ -170,12 +210,6 @@ impl<'r, T: Copy> InputTile<'r, T> {
             |rows| Self { rows, ..self },
         )
     }
-
-    /// Leaves the first rows: entries, and along the first and the last dimension.
-    #[inline(always)]
-    pub(crate) fn shrink(&mut self, counts: [usize; 3]) {
-        self.rows.shrink(counts);
-    }
 }
 
 impl<'r, T: Copy> OutputTile<'r, T> {
@@ -220,10 +254,10 @@ impl<'r, T: Copy> OutputTile<'r, T> {
         self.rows.len
     }
 
-    /// As [`InputTile::shrink`].
+    /// The same tile, for a while.
     #[inline(always)]
-    pub(crate) fn shrink(&mut self, counts: [usize; 3]) {
-        self.rows.shrink(counts);
+    pub(crate) fn reborrow(&mut self) -> OutputTile<'_, T> {
+        OutputTile { rows: self.rows, memory: PhantomData }
     }
 
     /// Whether rows that are cut at these columns can be stored non-temporally whole. A cache line of which

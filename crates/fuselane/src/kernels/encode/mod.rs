@@ -22,7 +22,7 @@ pub(crate) use backward::{Backward, Dots};
 pub(crate) use columns::{ColumnStatistics, Columns};
 pub(crate) use cosine::Waves;
 pub(crate) use forward::Forward;
-pub(crate) use operands::{Cut, Input, Output, OutputRow};
+pub(crate) use operands::{Cut, Input, Output, OutputSegment};
 pub(crate) use rotate::Rotation;
 pub(crate) use segments::Segments;
 pub(crate) use tables::SinCos;
@@ -30,7 +30,7 @@ pub(crate) use walk::Walk;
 
 use super::lanes::Lane;
 use super::sweep::{At, sweep_by};
-use super::tile::for_each_row;
+use super::tile::zip_rows;
 use crate::ops::act::Act;
 use crate::ops::angles::{Angles, Placement};
 use crate::ops::encode::FusedAct;
@@ -123,7 +123,7 @@ impl<'t> Loops<'t> {
     /// The cosines and sines of a row.
     #[inline(always)]
     fn angle(&self, i: usize, j: usize) -> Angle<'t> {
-        self.tables.row(i, j, self.tables.width)
+        self.tables.row(i, j)
     }
 
     /// Applies a formula to segments of `len` features. `x` and `o` come with the segments' beginnings;
@@ -133,7 +133,7 @@ impl<'t> Loops<'t> {
         self,
         formula: F,
         len: usize,
-        (mut x, from): (X, [usize; I]),
+        (x, from): (X, [usize; I]),
         (mut o, to): (O, [usize; K]),
     ) -> O
     where
@@ -151,21 +151,19 @@ impl<'t> Loops<'t> {
             move || {
                 let Self { rows: [tokens, heads], entries, mut tables } = self;
                 let counts = [if S::PIPELINE { entries } else { 1 }, tokens, heads];
-                x.shrink(counts);
-                o.shrink(counts);
-                tables.rows.shrink([1, tokens, heads]);
-                let width = if F::TABLES { padded(len) } else { 0 };
+                tables.width = if F::TABLES { padded(len) } else { 0 };
                 let second = if K == 2 { Some(to[K - 1]) } else { None };
                 let cut = Cut { len, first: to[0], second };
-                for_each_row(
+                let round = o.round();
+                zip_rows(
                     counts,
+                    (x.tile(), tables.rows, o.tile()),
                     #[inline(always)]
-                    |index| {
-                        let [_, i, j] = index;
-                        let (angle, row) = (tables.row(i, j, width), x.row(index));
-                        let a = X::segment(row, from[0], len);
-                        let b = X::segment(row, from[I - 1], len);
-                        let (mut c, mut d) = o.segments(index, cut);
+                    |row, angles, to| {
+                        let a = &row[from[0]..][..X::numbers(len)];
+                        let b = &row[from[I - 1]..][..X::numbers(len)];
+                        let angle = tables.angle(angles);
+                        let (mut c, mut d) = O::segments(to, cut, round);
                         sweep_by::<S>(
                             F::TABLES,
                             0..len,

@@ -8,39 +8,48 @@ use crate::kernels::sweep::At;
 use crate::kernels::tile::{InputTile, OutputTile};
 use crate::simd::{Simd, V};
 
-/// Rows that an encoding reads. A row's index is that of its batch entry, token and head in the tile.
+/// Rows that an encoding reads.
 pub(crate) trait Input<S: Simd>: Copy {
-    type Row: Copy;
+    /// What a row consists of.
+    type Number: Copy;
+
+    fn tile(&self) -> InputTile<'_, Self::Number>;
 
     /// Where the segments of a row begin.
     fn starts(&self) -> [usize; 4];
 
-    /// Leaves the first rows.
-    fn shrink(&mut self, counts: [usize; 3]);
+    /// How many numbers a segment of `len` features has.
+    fn numbers(len: usize) -> usize;
 
-    fn row(&self, index: [usize; 3]) -> Self::Row;
-
-    /// `len` features of a row, which begin at `start`.
-    fn segment(row: Self::Row, start: usize, len: usize) -> Self::Row;
-
-    /// A block of a row.
-    fn load(&self, row: Self::Row, at: At) -> V<S>;
+    /// A block of a segment.
+    fn load(&self, segment: &[Self::Number], at: At) -> V<S>;
 }
 
 /// Rows that an encoding writes.
 pub(crate) trait Output<S: Simd>: Sized {
-    type Row<'r>: OutputRow<S>
+    /// What a row consists of.
+    type Number: Copy;
+    /// How results become numbers.
+    type Round: Copy;
+    type Segment<'r>: OutputSegment<S>
     where
         Self: 'r;
+
+    fn tile(&mut self) -> OutputTile<'_, Self::Number>;
+
+    fn round(&self) -> Self::Round;
 
     /// Where the segments of a row begin.
     fn starts(&self) -> [usize; 4];
 
-    /// Leaves the first rows.
-    fn shrink(&mut self, counts: [usize; 3]);
-
     /// Segments of a row.
-    fn segments(&mut self, index: [usize; 3], cut: Cut) -> OneOrTwo<Self::Row<'_>>;
+    fn segments<'r>(
+        row: &'r mut [Self::Number],
+        cut: Cut,
+        round: Self::Round,
+    ) -> OneOrTwo<Self::Segment<'r>>
+    where
+        Self: 'r;
 }
 
 /// `len` features that begin at `first`, and as many behind these, which begin at `second`, if there are.
@@ -53,8 +62,8 @@ pub(crate) struct Cut {
 
 type OneOrTwo<T> = (T, Option<T>);
 
-/// A row that is written.
-pub(crate) trait OutputRow<S: Simd> {
+/// A segment of a row that is written.
+pub(crate) trait OutputSegment<S: Simd> {
     /// Takes a block.
     fn put(&mut self, at: At, block: V<S>);
 }
@@ -75,7 +84,12 @@ impl<'t, S: Simd, F: Fn(V<S>) -> V<S>> Elements<'t, S, F> {
 }
 
 impl<'t, S: Simd, F: Fn(V<S>) -> V<S> + Copy> Input<S> for Elements<'t, S, F> {
-    type Row = Source<'t, S>;
+    type Number = S::Elem;
+
+    #[inline(always)]
+    fn tile(&self) -> InputTile<'_, S::Elem> {
+        self.tile
+    }
 
     #[inline(always)]
     fn starts(&self) -> [usize; 4] {
@@ -83,24 +97,15 @@ impl<'t, S: Simd, F: Fn(V<S>) -> V<S> + Copy> Input<S> for Elements<'t, S, F> {
     }
 
     #[inline(always)]
-    fn shrink(&mut self, counts: [usize; 3]) {
-        self.tile.shrink(counts);
+    fn numbers(len: usize) -> usize {
+        len
     }
 
     #[inline(always)]
-    fn row(&self, index: [usize; 3]) -> Self::Row {
+    fn load(&self, segment: &[S::Elem], at: At) -> V<S> {
         // Into the second-level cache, as the first one holds the tables and scratch of this tile.
-        Source::new(self.tile.row(index), Prefetch::L2(self.tile.ahead()))
-    }
-
-    #[inline(always)]
-    fn segment(row: Self::Row, start: usize, len: usize) -> Self::Row {
-        row.narrow(start, len)
-    }
-
-    #[inline(always)]
-    fn load(&self, row: Self::Row, at: At) -> V<S> {
-        (self.f)(row.load(at))
+        let source = Source::<S>::new(segment, Prefetch::L2(self.tile.ahead()));
+        (self.f)(source.load(at))
     }
 }
 
@@ -112,7 +117,12 @@ pub(super) struct Lanes<'t> {
 }
 
 impl<'t, S: Simd> Input<S> for Lanes<'t> {
-    type Row = &'t [Lane];
+    type Number = Lane;
+
+    #[inline(always)]
+    fn tile(&self) -> InputTile<'_, Lane> {
+        self.tile
+    }
 
     #[inline(always)]
     fn starts(&self) -> [usize; 4] {
@@ -120,23 +130,13 @@ impl<'t, S: Simd> Input<S> for Lanes<'t> {
     }
 
     #[inline(always)]
-    fn shrink(&mut self, counts: [usize; 3]) {
-        self.tile.shrink(counts);
+    fn numbers(len: usize) -> usize {
+        padded(len)
     }
 
     #[inline(always)]
-    fn row(&self, index: [usize; 3]) -> Self::Row {
-        self.tile.row(index)
-    }
-
-    #[inline(always)]
-    fn segment(row: Self::Row, start: usize, len: usize) -> Self::Row {
-        &row[start..][..padded(len)]
-    }
-
-    #[inline(always)]
-    fn load(&self, row: Self::Row, at: At) -> V<S> {
-        V::at(row, at)
+    fn load(&self, segment: &[Lane], at: At) -> V<S> {
+        V::at(segment, at)
     }
 }
 
@@ -155,8 +155,8 @@ pub(super) fn to_nearest_even<S: Simd>() -> impl Fn(V<S>) -> S::Packed + Copy {
     |value: V<S>| value.round()
 }
 
-/// A row of elements.
-pub(super) struct RoundedRow<'r, S: Simd, R> {
+/// A segment of a row of elements.
+pub(super) struct RoundedSegment<'r, S: Simd, R> {
     sink: RowSink<'r, S>,
     round: R,
 }
@@ -166,10 +166,22 @@ where
     S: Simd,
     R: Fn(V<S>) -> S::Packed + Copy,
 {
-    type Row<'r>
-        = RoundedRow<'r, S, R>
+    type Number = S::Elem;
+    type Round = R;
+    type Segment<'r>
+        = RoundedSegment<'r, S, R>
     where
         Self: 'r;
+
+    #[inline(always)]
+    fn tile(&mut self) -> OutputTile<'_, S::Elem> {
+        self.tile.reborrow()
+    }
+
+    #[inline(always)]
+    fn round(&self) -> R {
+        self.round
+    }
 
     #[inline(always)]
     fn starts(&self) -> [usize; 4] {
@@ -177,23 +189,20 @@ where
     }
 
     #[inline(always)]
-    fn shrink(&mut self, counts: [usize; 3]) {
-        self.tile.shrink(counts);
-    }
-
-    #[inline(always)]
-    fn segments(&mut self, index: [usize; 3], cut: Cut) -> OneOrTwo<Self::Row<'_>> {
-        let round = self.round;
-        let (first, second) = cut.of(self.tile.row(index));
+    fn segments<'r>(row: &'r mut [S::Elem], cut: Cut, round: R) -> OneOrTwo<Self::Segment<'r>>
+    where
+        Self: 'r,
+    {
+        let (first, second) = cut.of(row);
         let second = second.map(
             #[inline(always)]
-            |row| RoundedRow::new::<NON_TEMPORAL>(row, round),
+            |row| RoundedSegment::new::<NON_TEMPORAL>(row, round),
         );
-        (RoundedRow::new::<NON_TEMPORAL>(first, round), second)
+        (RoundedSegment::new::<NON_TEMPORAL>(first, round), second)
     }
 }
 
-impl<'r, S: Simd, R> RoundedRow<'r, S, R> {
+impl<'r, S: Simd, R> RoundedSegment<'r, S, R> {
     #[inline(always)]
     fn new<const NON_TEMPORAL: bool>(row: &'r mut [S::Elem], round: R) -> Self {
         let aligned = (row.as_ptr() as usize).is_multiple_of(S::NON_TEMPORAL_ALIGN);
@@ -202,7 +211,7 @@ impl<'r, S: Simd, R> RoundedRow<'r, S, R> {
     }
 }
 
-impl<S: Simd, R: Fn(V<S>) -> S::Packed> OutputRow<S> for RoundedRow<'_, S, R> {
+impl<S: Simd, R: Fn(V<S>) -> S::Packed> OutputSegment<S> for RoundedSegment<'_, S, R> {
     #[inline(always)]
     fn put(&mut self, at: At, block: V<S>) {
         self.sink.put(at, (self.round)(block));
@@ -216,10 +225,20 @@ pub(super) struct LanesMut<'t> {
 }
 
 impl<'t, S: Simd> Output<S> for LanesMut<'t> {
-    type Row<'r>
+    type Number = Lane;
+    type Round = ();
+    type Segment<'r>
         = &'r mut [Lane]
     where
         Self: 'r;
+
+    #[inline(always)]
+    fn tile(&mut self) -> OutputTile<'_, Lane> {
+        self.tile.reborrow()
+    }
+
+    #[inline(always)]
+    fn round(&self) {}
 
     #[inline(always)]
     fn starts(&self) -> [usize; 4] {
@@ -227,17 +246,15 @@ impl<'t, S: Simd> Output<S> for LanesMut<'t> {
     }
 
     #[inline(always)]
-    fn shrink(&mut self, counts: [usize; 3]) {
-        self.tile.shrink(counts);
-    }
-
-    #[inline(always)]
-    fn segments(&mut self, index: [usize; 3], cut: Cut) -> OneOrTwo<Self::Row<'_>> {
-        Cut { len: padded(cut.len), ..cut }.of(self.tile.row(index))
+    fn segments<'r>(row: &'r mut [Lane], cut: Cut, _: ()) -> OneOrTwo<Self::Segment<'r>>
+    where
+        Self: 'r,
+    {
+        Cut { len: padded(cut.len), ..cut }.of(row)
     }
 }
 
-impl<S: Simd> OutputRow<S> for &mut [Lane] {
+impl<S: Simd> OutputSegment<S> for &mut [Lane] {
     #[inline(always)]
     fn put(&mut self, at: At, block: V<S>) {
         block.set_at(self, at);

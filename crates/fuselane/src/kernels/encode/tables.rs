@@ -151,11 +151,16 @@ pub(super) struct TableRows<'t> {
 }
 
 impl<'t> TableRows<'t> {
-    /// The first `width` of those of a token and head.
+    /// The cosines and sines of a token and head.
     #[inline(always)]
-    pub(super) fn row(&self, i: usize, j: usize, width: usize) -> Angle<'t> {
-        let row = self.rows.row([0, i, j]);
-        Angle { cos: &row[..width], sin: &row[self.sin..][..width] }
+    pub(super) fn row(&self, i: usize, j: usize) -> Angle<'t> {
+        self.angle(self.rows.row([0, i, j]))
+    }
+
+    /// The cosines and sines of a row.
+    #[inline(always)]
+    pub(super) fn angle<'r>(&self, row: &'r [Lane]) -> Angle<'r> {
+        Angle { cos: &row[..self.width], sin: &row[self.sin..][..self.width] }
     }
 }
 
