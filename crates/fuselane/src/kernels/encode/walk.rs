@@ -34,10 +34,9 @@ pub(super) struct SubTile<'t> {
 }
 
 /// Batch entries whose rows are interleaved, where there is little arithmetic: so memory is read and written
-/// at several places at once, which keeps more of it busy. (Emerald Rapids, loops in C, from memory, cycles for
-/// 16 elements: rotate 9.1 one by one, 8.2 with two, 7.8 with four. A Zen 4 is faster without, and
-/// works on registers of 256 bits. A Zen 5 was not measured.)
-const INTERLEAVED: usize = 4;
+/// at two places at once, which keeps more of it busy. (Rotate from memory, time over that of one by one: two
+/// 0.90 and four 0.86 on an Emerald Rapids, loops in C; two 0.98 and four 1.4 on a Zen 5.)
+const INTERLEAVED: usize = 2;
 
 /// How many of `batch` entries are interleaved: at most [`INTERLEAVED`], and about as many each time.
 #[inline(always)]
