@@ -39,8 +39,8 @@ use crate::ops::act::Act;
 use crate::ops::normalize::GatePosition::{self, Post, Pre};
 use crate::simd::{Kernel, LANES, Line, Simd, V};
 use parts::{
-    Centered, DxDgateDweight, DxDweight, DxDweightDbias, Epilogue, Gated, In, Inputs, Moments, Out,
-    Outputs, Plain, PlusResidualOut, Prologue, Sum, gradients, q_and_dr,
+    Centered, Dx, DxDgateDweight, DxDweight, DxDweightDbias, Epilogue, Gated, In, Inputs, Moments,
+    Out, Outputs, Plain, PlusResidualOut, Prologue, Sum, gradients, q_and_dr,
 };
 
 /// Rows that the parameters' gradients are summed over before they go to the sums of the task, so that a
@@ -86,8 +86,11 @@ impl Kernel for Backward<'_> {
         // takes half the time of the generic code.
         if S::COMPOSED && dx && !dresidual && !dgate {
             match ((residual, gate, center, grad_residual_out), dweight, dbias) {
-                ((false, None, false, false), _, false) => {
+                ((false, None, false, false), true, false) => {
                     return self.differentiate::<S, _, _>(Plain, DxDweight);
+                }
+                ((false, None, false, false), false, false) => {
+                    return self.differentiate::<S, _, _>(Plain, Dx);
                 }
                 ((true, None, false, false), _, false) => {
                     return self.differentiate::<S, _, _>(Sum, DxDweight);

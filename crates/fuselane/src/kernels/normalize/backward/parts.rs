@@ -345,6 +345,20 @@ impl<O> Outputs<'_, O> {
 }
 
 #[derive(Clone, Copy)]
+pub(super) struct Dx;
+
+impl<S: Simd> Epilogue<S> for Dx {
+    #[inline(always)]
+    fn sums_dweight(self) -> bool {
+        false
+    }
+    #[inline(always)]
+    fn put<O: Sink<S>>(self, gradients: Gradients<S>, to: &mut Outputs<'_, O>, at: At) {
+        to.dx.put(at, gradients.dx.round());
+    }
+}
+
+#[derive(Clone, Copy)]
 pub(super) struct DxDweight;
 
 impl<S: Simd> Epilogue<S> for DxDweight {
