@@ -6,7 +6,7 @@ mod common;
 use common::{Call, Input, Output, Results, assert_same_bits, each_isa, on_threads};
 use fuselane::reference::Random;
 use fuselane::{
-    Act, Angles, Cosine, CosineBackward, DType, FusedAct, GatePosition, Isa, Normalize,
+    Act, Angles, Cosine, CosineBackward, DType, Element, FusedAct, GatePosition, Isa, Normalize,
     NormalizeBackward, NormalizeForward, Pairing, Positions, Residual, Result, Rotate,
     RotateBackward, Softmax, TokenLayout, View, ViewMut, with_isa,
 };
@@ -417,6 +417,44 @@ fn a_row_does_not_depend_on_the_others() {
                 })
             });
         }
+    }
+}
+
+/// A row that the fast forms of a tile do not serve leaves the bits of the others as they are.
+#[test]
+fn rows_out_of_range_leave_the_others() {
+    fn check<T: Element + PartialEq>(act: FusedAct) {
+        let shape = [2, 5, 3, 64];
+        let d = shape[3];
+        let mut random = Random::new(7);
+        let x: Vec<T> = (0..2 * 5 * 3 * d).map(|_| T::from_f64(3.0 * random.normal())).collect();
+        let theta = vec![0.3f32; d / 2];
+        let rotate = Rotate { act, ..Rotate::default() };
+        let rotated = |x: &[T]| {
+            let mut o = vec![T::from_f64(f64::NAN); x.len()];
+            let theta = View::new(&theta, &[1, d / 2]).unwrap();
+            let (x, o_view) = (View::new(x, &shape).unwrap(), ViewMut::new(&mut o, &shape));
+            rotate.forward_into(x, theta, o_view.unwrap()).unwrap();
+            o
+        };
+        each_isa(|isa| {
+            let want = rotated(&x);
+            for bad in [81.0, -300.0, f64::INFINITY, f64::NAN] {
+                let mut x = x.clone();
+                x[4 * d + 9] = T::from_f64(bad);
+                let got = rotated(&x);
+                for row in (0..x.len() / d).filter(|&row| row != 4) {
+                    let range = row * d..(row + 1) * d;
+                    let what = format!("{isa} {act} {} {bad}, row {row}", T::DTYPE);
+                    assert!(got[range.clone()] == want[range], "{what}");
+                }
+            }
+        });
+    }
+    let acts = [Act::Sigmoid, Act::Silu].map(FusedAct::Elementwise);
+    for act in acts.into_iter().chain([FusedAct::SoftmaxFeatures]) {
+        check::<half::bf16>(act);
+        check::<half::f16>(act);
     }
 }
 

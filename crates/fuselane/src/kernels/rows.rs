@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::dtype::Element;
-use crate::simd::{LANES, Simd};
+use crate::simd::Simd;
 
 /// How far ahead of a row memory is prefetched, in bytes of each operand. Less comes too late; much more
 /// has left the first-level cache again.
@@ -139,7 +139,8 @@ impl<'r, T: Element> OutputRows<'r, T> {
     #[inline(always)]
     pub(crate) fn aligned<S: Simd>(&self) -> bool {
         let addresses = self.base as usize | self.step as usize;
-        addresses.is_multiple_of(S::NON_TEMPORAL_ALIGN) && self.len.is_multiple_of(LANES)
+        addresses.is_multiple_of(S::NON_TEMPORAL_ALIGN)
+            && self.len.is_multiple_of(S::NON_TEMPORAL_UNIT)
     }
 
     /// Whether rows follow each other without gaps.

@@ -87,8 +87,8 @@ pub(crate) fn sweep_by<S: Simd>(steps: bool, range: Range<usize>, block: impl Fn
     if steps { sweep_range::<S>(range, block) } else { sweep_blocks(range, block) }
 }
 
-/// [`sweep_range`] without steps, for blocks that take so much arithmetic that they need not share anything;
-/// it is compiled once.
+/// [`sweep_range`] without steps, for blocks that take so much arithmetic that they need not share anything:
+/// `block` is compiled once, not five times.
 #[inline(always)]
 pub(crate) fn sweep_blocks(range: Range<usize>, mut block: impl FnMut(At)) {
     for i in range.clone().step_by(LANES) {

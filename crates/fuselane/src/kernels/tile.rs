@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use crate::simd::{LANES, Simd};
+use crate::simd::Simd;
 
 /// Which rows of a call with three dimensions of rows make a tile: those of some neighbouring indices of
 /// each dimension.
@@ -44,6 +44,8 @@ pub(crate) fn zip_rows<A: Copy, B: Copy, C: Copy>(
     mut row: impl FnMut(&[A], &[B], &mut [C]),
 ) {
     let turns = [a.rows.turns(counts), b.rows.turns(counts), c.rows.turns(counts)];
+    assert!(counts[0] <= a.rows.counts[0] && counts[0] <= c.rows.counts[0]);
+    assert!(counts[0] <= b.rows.counts[0] || b.rows.steps[0] == 0 && b.rows.counts[0] > 0);
     let (mut p_a, mut p_b, mut p_c) = (a.rows.base, b.rows.base, c.rows.base);
     let [entries, outer, inner] = counts;
     let [mut m, mut j] = [0; 2];
@@ -134,8 +136,7 @@ impl<P: Copy> Rows<P> {
     fn turns(&self, [entries, outer, inner]: [usize; 3]) -> [isize; 3] {
         let ([entry, out, in_], counts) = (self.steps, self.counts);
         assert!(outer <= counts[1] && inner <= counts[2]);
-        assert!(entries <= counts[0] || entry == 0 && counts[0] > 0);
-        // (Of a tile without rows, nobody takes a turn.)
+        // (These wrap, as the last one leaves the tile, and a tile may have no rows.)
         let back = (entries as isize).wrapping_sub(1).wrapping_mul(entry);
         let along = (inner as isize).wrapping_sub(1).wrapping_mul(in_).wrapping_add(back);
         [entry, in_.wrapping_sub(back), out.wrapping_sub(along)]
@@ -267,10 +268,9 @@ impl<'r, T: Copy> OutputTile<'r, T> {
         let Rows { base, steps: [entry, outer, inner], len, .. } = self.rows;
         // A multiple of a power of two where all addresses of rows are.
         let addresses = base as usize | entry as usize | outer as usize | inner as usize;
-        let unit = LANES.max(S::NON_TEMPORAL_ALIGN / size_of::<T>());
         addresses.is_multiple_of(S::NON_TEMPORAL_ALIGN)
-            && len.is_multiple_of(unit)
-            && cuts.iter().all(|cut| cut.is_multiple_of(unit))
+            && len.is_multiple_of(S::NON_TEMPORAL_UNIT)
+            && cuts.iter().all(|cut| cut.is_multiple_of(S::NON_TEMPORAL_UNIT))
     }
 }
 

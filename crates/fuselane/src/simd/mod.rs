@@ -5,9 +5,10 @@
 //! [`LANES`] numbers with the usual operators. Each instruction set is one file that implements
 //! [`Simd`]; [`dispatch`] is the one place that chooses.
 //!
-//! Everything a kernel calls has to be inlined into a function that was compiled for its instruction
+//! Whatever has a [`V`] has to be inlined into a function that was compiled for its instruction
 //! set. So functions and closures on the way carry `#[inline(always)]`, and [`Simd::call`] begins such
-//! a function, one for each loop, so that its constants and sums stay in registers.
+//! a function, one for each loop, so that its constants and sums stay in registers. What drives loops
+//! is ordinary code.
 //!
 //! **The order of lanes belongs to the instruction set.** AVX2 holds the bf16 elements of even index in
 //! one register and those of odd index in the other, which takes no shuffle. f32 data that meets such
@@ -111,6 +112,11 @@ pub(crate) trait Simd: Copy + Sized + 'static {
     const MASKED_LOADS: bool = false;
     /// Alignment, in bytes, of rows that are stored non-temporally.
     const NON_TEMPORAL_ALIGN: usize = 32;
+    /// Elements that such rows have a multiple of.
+    const NON_TEMPORAL_UNIT: usize = {
+        let aligned = Self::NON_TEMPORAL_ALIGN / size_of::<Self::Elem>();
+        if aligned > LANES { aligned } else { LANES }
+    };
     /// Whether [`Simd::line`] takes two blocks, so that they are stored as a cache line at once.
     const WHOLE_LINES: bool = false;
     /// The significant bits that an approximate result needs: those of the element type, or 24 where

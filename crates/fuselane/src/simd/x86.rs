@@ -11,7 +11,8 @@ use crate::dtype::Element;
 /// Calls an intrinsic.
 ///
 /// SAFETY of every use: [`Simd`] of this folder's x86 types is only used by kernels that
-/// `super::dispatch` enters after the type's instruction set was found available. Intrinsics that
+/// `super::dispatch` enters after the type's instruction set was found available. (Fences and prefetches
+/// are of SSE, which every x86-64 has.) Intrinsics that
 /// touch memory are used under the pointer promises of their caller, or within the slice that they were
 /// given: of loads with a mask, lanes whose bit is clear are neither read nor do they fault.
 macro_rules! x86 {
@@ -80,13 +81,9 @@ impl Packed<f32> for __m512 {
     unsafe fn store(self, p: *mut f32) {
         x86!(_mm512_storeu_ps(p, self))
     }
-    /// In halves, as the address is promised to be aligned for these.
     #[inline(always)]
     unsafe fn store_non_temporal(self, p: *mut f32) {
-        x86!({
-            _mm256_stream_ps(p, _mm512_castps512_ps256(self));
-            _mm256_stream_ps(p.add(8), _mm512_extractf32x8_ps::<1>(self));
-        })
+        x86!(_mm512_stream_ps(p, self))
     }
 }
 

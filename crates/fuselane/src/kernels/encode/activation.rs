@@ -47,8 +47,8 @@ pub(super) fn is_fast<S: Simd>(segments: &Segments, exact: bool) -> bool {
     V::<S>::HAS_FAST && !exact && segments.is_whole()
 }
 
-/// x' of a sub-tile, into `scratch.y`; tells whether it is approximate. `exact` is an elementwise one, unless
-/// it goes to a result at once.
+/// x' of a sub-tile, into `scratch.y`; tells whether it is approximate. Values of an elementwise activation
+/// are as exact as f32 if `exact`: where they go into sums.
 pub(super) fn activate<S: Simd>(
     plan: &Plan<'_>,
     x: InputTile<'_, S::Elem>,

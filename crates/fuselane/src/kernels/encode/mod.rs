@@ -150,7 +150,8 @@ impl<'t> Loops<'t> {
             #[inline(always)]
             move || {
                 let Self { rows: [tokens, heads], entries, mut tables } = self;
-                let counts = [if S::PIPELINE { entries } else { 1 }, tokens, heads];
+                assert!(S::PIPELINE || entries == 1); // so that the compiler knows it
+                let counts = [entries, tokens, heads];
                 tables.width = if F::TABLES { padded(len) } else { 0 };
                 let second = if K == 2 { Some(to[K - 1]) } else { None };
                 let cut = Cut { len, first: to[0], second };

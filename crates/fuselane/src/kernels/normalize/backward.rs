@@ -446,7 +446,7 @@ impl<S: Simd> Tiles<'_, '_, S> {
 
     /// Writes the gradients of some rows of a tile, and adds to those of the parameters.
     ///
-    /// Options `REDUCE`, it finds the sums of the same rows of the next tile in the same loop; see
+    /// With `REDUCE`, it finds the sums of the same rows of the next tile in the same loop; see
     /// `write_and_reduce` of the forward. What is saved of the next row's gate takes the place of what was
     /// just used.
     fn write_rows<P: Prologue<S>, E: Epilogue<S>, O: Sinks<S>, const REDUCE: bool>(

@@ -254,9 +254,6 @@ impl<S: Simd> V<S> {
     /// [`V::sigmoid_fast`] of arguments up to 80 in magnitude, with the same bits and less work.
     #[inline(always)]
     pub(crate) fn sigmoid_fast_in_range(self) -> Self {
-        if !Self::HAS_FAST {
-            return self.sigmoid();
-        }
         let power = Power::minus_in_range(self);
         power.fraction.mul_add(power.scale, Self::splat(1.0)).reciprocal_fast()
     }
@@ -264,9 +261,6 @@ impl<S: Simd> V<S> {
     /// [`V::silu_fast`] of arguments up to 80 in magnitude, with the same bits and less work.
     #[inline(always)]
     pub(crate) fn silu_fast_in_range(self) -> Self {
-        if !Self::HAS_FAST {
-            return self.silu();
-        }
         self * self.sigmoid_fast_in_range()
     }
 

@@ -624,3 +624,42 @@ fn nan_stays_nan_with_its_payload() {
         }
     }
 }
+
+/// A row's tile decides which of these it takes, so that they must not differ.
+#[test]
+fn forms_in_range_have_the_same_bits() {
+    struct Compare(DType);
+    impl Kernel for Compare {
+        #[inline(always)]
+        fn run<S: Simd>(self) {
+            if !V::<S>::HAS_FAST {
+                return;
+            }
+            for bits in (0..1u32 << 16).step_by(LANES) {
+                let mut numbers = [0.0; LANES];
+                for (number, bits) in numbers.iter_mut().zip(bits..) {
+                    let x = f32::from_bits(bits << 16);
+                    *number = if x.abs() <= 80.0 { x } else { 0.0 };
+                }
+                let x = V::<S>::load_f32(&numbers);
+                let all = [
+                    [x.sigmoid_fast_in_range(), x.sigmoid_fast()],
+                    [x.silu_fast_in_range(), x.silu_fast()],
+                    [x.exp_fast_in_range(), x.exp_fast()],
+                ];
+                for [a, b] in all {
+                    let [mut in_range, mut any] = [[0.0; LANES]; 2];
+                    a.store_f32(&mut in_range);
+                    b.store_f32(&mut any);
+                    let same = in_range.map(f32::to_bits) == any.map(f32::to_bits);
+                    assert!(same, "{} {numbers:?}: {in_range:?}, {any:?}", self.0);
+                }
+            }
+        }
+    }
+    for isa in Isa::available() {
+        for dtype in [DType::BF16, DType::F16] {
+            dispatch(isa, dtype, Compare(dtype));
+        }
+    }
+}
